@@ -208,7 +208,7 @@ def _dedup_lists(prefix: Path) -> None:
 
 def _audit(prefix: Path) -> None:
     """What `data audit` holds while it looks for n-grams, by default in 10⁹ tokens of the corpus."""
-    from bloomery.data.audit import Ngrams, audit_text
+    from bloomery.data.text_audit import Ngrams, audit_text
 
     dataset = IndexedDataset(prefix)
     other = Ngrams.of_texts(iter([np.arange(10_000_000) % 60_000]), 13)

@@ -11,8 +11,8 @@ for no installation gives them.
 from __future__ import annotations
 
 import os
-import sys
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 

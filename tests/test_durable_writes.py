@@ -18,6 +18,7 @@ _AGAIN = "what a command prints to a file: the same command makes it again"
 _CACHE = "a cache of what lies elsewhere, whose blocks are checked by their sums whenever a process opens it"
 
 UNSYNCED = {
+    "data/duplicates.py:_Keepers.__init__": "scratch of a command that begins anew after a kill",
     "data/duplicates.py:_allocated": "scratch of a command that begins anew after a kill",
     "data/duplicate_candidates.py:KeyFiles.__init__": "scratch of a command that begins anew after a kill",
     "data/duplicate_candidates.py:KeyFiles.candidates": "scratch of a command that begins anew after a kill",

@@ -167,6 +167,18 @@ def test_the_last_of_a_single_pass_reads_no_sample_twice_and_says_so_itself(run:
     assert last_single_pass(checkpoints(run)[2:]) is None
 
 
+def test_the_last_of_a_single_pass_is_kept_though_an_epoch_ended_before_it(run: RunDirectory):
+    for step, cursor in ((10, 5), (20, 9), (30, 14), (40, 15), (50, 20), (60, 25), (70, 30)):
+        ahead = {"epoch_end_ahead": 8} if cursor < 8 else {}
+        save(run, step, cursor=cursor, first_epoch_end=8, first_repeat=15, **ahead)
+    last = last_single_pass(checkpoints(run))
+    assert last is not None and last.step == 40, (
+        "eight samples ended an epoch, and the sixteenth is its first again"
+    )
+    kept = {name for name, why in planned(run).items() if "first epoch's end" in why}
+    assert kept == {"step-000010.i001", "step-000040.i001"}
+
+
 def test_the_newest_intact_one_is_looked_for_among_those_given_in_any_order(run: RunDirectory):
     save(run, *NAMES)
     for step in (40, 50):

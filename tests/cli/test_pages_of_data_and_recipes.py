@@ -41,7 +41,7 @@ def shared(**changed: Any) -> dict[str, Any]:
 
 FACTS: dict[str, Any] = {
     "recipe": "mine.toml", "samples": 10_000, "sequence_length": 2_048, "order": "bloomery", "packing": "cut",
-    "ngram": 13, "look_at": ["this is strange"],
+    "ngram": 13, "look_at": ["this is strange"], "skipped": 0, "skips": 0, "mixtures": 1,
     "datasets": [
         dataset("own", wanted=0.6, delivered=0.6005),
         dataset("other", wanted=0.4, delivered=0.3995, near={"is_exact": False, "correlations": []},
@@ -50,7 +50,7 @@ FACTS: dict[str, Any] = {
     ],
     "overlap": {"documents": {"own": 9_000, "rest": 5}, "shared": {"own": 1_200, "rest": 0}},
     "text": {
-        "tokens_read": 7_654_321, "is_exact": True,
+        "tokens_read": 7_654_321, "is_exact": True, "left_out": 0,
         "shared": {
             "held-out: own": shared(),
             "task: x": shared(ngrams=1_300, found=1_100, documents=1_050, is_whole=False,
@@ -120,6 +120,10 @@ def test_every_figure_of_an_audit_stands_on_its_page() -> None:
     page = data_audit.page_of(sound)
     assert "\nNothing strange was found.\n" in page and "\nThere is no held-out text.\n" in page
     assert "were read (stretches of documents: a sample)." in page
+    skipped = FACTS | {"skipped": 1_300, "text": FACTS["text"] | {"is_exact": False, "left_out": 5_000}}
+    page = data_audit.page_of(skipped)
+    assert "of 2,048 tokens, 1,300 of them skipped; order" in page
+    assert "(not all: among others, 5,000 tokens at the ends of very long documents were not)." in page
 
 
 def test_an_audit_finds_what_is_taken_unevenly_delivered_otherwise_or_trained_on() -> None:
@@ -141,12 +145,17 @@ def test_an_audit_finds_what_is_taken_unevenly_delivered_otherwise_or_trained_on
     never = dataset("own", wanted=0.6, delivered=0.6, taken={"least": 0, "most": 2})
     said = data_audit.findings_of(facts | {"datasets": [never]})
     assert "own: some samples are taken 2 times and others 0" in said
+    assert not data_audit.findings_of(facts | {"skips": 1, "datasets": [never]}), "a skip may do it"
     # One sample of few is what rounding does; a thousandth of the due samples where there are many.
     for wanted, delivered, samples, found in (
         (0.5, 0.49951, 2_000, 0), (0.5, 0.499, 2_000, 1), (0.5, 0.5006, 10**6, 1), (0.5, 0.5004, 10**6, 0),
     ):  # fmt: skip
         one = [dataset("own", wanted=wanted, delivered=delivered)]
         assert len(data_audit.findings_of(facts | {"datasets": one, "samples": samples})) == found
+    one = [dataset("own", wanted=0.5, delivered=0.4992)]
+    assert not data_audit.findings_of(facts | {"datasets": one, "samples": 2_000, "mixtures": 2}), (
+        "each rounds"
+    )
 
 
 def test_an_audit_is_of_a_recipe_or_of_a_run_and_writes_its_report_where_it_was_asked_to(
@@ -192,7 +201,8 @@ def test_texts_that_training_text_is_searched_for_are_those_of_sources_and_tasks
     monkeypatch.setattr("bloomery.data.tokenizer.load_tokenizer", load)
     monkeypatch.setattr("bloomery.evaluate.task_texts.task_texts", shown)
     monkeypatch.setattr(
-        "bloomery.data.audit.Ngrams.of_texts", lambda texts, size: ([ids.tolist() for ids in texts], size)
+        "bloomery.data.text_audit.Ngrams.of_texts",
+        lambda texts, size: ([ids.tolist() for ids in texts], size),
     )
     source = tmp_path / "a.jsonl"
     source.write_text('{"body": "seven", "text": "no"}\n{"text": "no"}\n{"body": "x"}\n')

@@ -174,7 +174,7 @@ def test_held_out_documents_that_are_trained_on_are_listed(
         "own: 1,200 of 9,000 held-out documents are in the training text too",
         "rest: 0 of 7 held-out documents are in the training text too",
         "  of them in other: 1,200",
-        "  document 1,004 of own is document 2,005 of other (3,006 tokens)",
+        "  held-out document 1,004 of own is document 2,005 of other (3,006 tokens)",
         "  `bloomery data dedup PREFIX --against HELD-OUT --to NEW` writes training text without them.",
     ]
     assert data_duplicates.report_overlap(loaded, None, as_json=True) == 1

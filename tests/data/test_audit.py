@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from bloomery.cli.data import run
-from bloomery.data import audit
-from bloomery.data.audit import Ngrams, neighbours_of, sample_counts_of, whole_ngrams
+from bloomery.data import order_audit, text_audit
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.ngrams import SomeDocuments
 from bloomery.data.order import Order
+from bloomery.data.order_audit import neighbours_of, sample_counts_of
+from bloomery.data.text_audit import Ngrams, whole_ngrams
 from bloomery.data.tokenizer import train_tokenizer
 
 EOD = "<|endoftext|>"
@@ -38,8 +39,8 @@ def test_an_order_that_shuffles_within_blocks_is_told_and_ours_is_not(
         assert ours.alarms == () and ours.is_exact and ours.looked_at == samples - 1
         (theirs,) = neighbours_of(bad, [6400], samples=samples)
         assert len(theirs.alarms) == 2 and theirs.correlations[0] > 0.9 and theirs.near > 0.5
-    monkeypatch.setattr(audit, "COUNTED", 4096)
-    monkeypatch.setattr(audit, "STRETCH", 1024)
+    monkeypatch.setattr(order_audit, "COUNTED", 4096)
+    monkeypatch.setattr(order_audit, "STRETCH", 1024)
     (some,) = neighbours_of(bad, [6400], samples=20_000)
     assert not some.is_exact and some.looked_at == 4 * 1023 and some.alarms
 
@@ -80,12 +81,12 @@ def test_what_is_taken_is_counted_sample_by_sample(monkeypatch: pytest.MonkeyPat
     assert (small.taken, small.epochs, small.least, small.most) == (250, (90, 90, 70), 2, 3)
     (vast,) = sample_counts_of(Order([1 << 29], [1.0], 7), [1 << 29], samples=10)
     assert (vast.taken, vast.epochs, vast.least, vast.most) == (10, (10,), None, None)
-    monkeypatch.setattr(audit, "COUNTED", 10)
+    monkeypatch.setattr(order_audit, "COUNTED", 10)
     assert [found.least for found in sample_counts_of(order, [500, 90], samples=1000)] == [None, None]
 
 
 def test_memory_for_the_ngrams_of_another_text_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_MOST_NGRAMS", 25)
+    monkeypatch.setattr(text_audit, "_MOST_NGRAMS", 25)
     texts = (np.arange(start, start + 12) for start in (0, 100, 200))
     found = Ngrams.of_texts(texts, 3).result()
     assert (found.ngrams, found.is_whole) == (20, False)
@@ -198,7 +199,9 @@ def test_a_report_finds_what_is_planted(place: Path, capsys: pytest.CaptureFixtu
 def test_a_dataset_of_documents_too_short_for_an_ngram_repeats_nothing(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "short", dtype="<u2") as writer:
         writer.add_documents(np.array([1, 1, 1, 2, 2]), np.array([3, 2]))
-    found = audit.audit_text({"short": IndexedDataset(tmp_path / "short")}, {}, size=5, at_most_tokens=100)
+    found = text_audit.audit_text(
+        {"short": IndexedDataset(tmp_path / "short")}, {}, size=5, at_most_tokens=100
+    )
     assert found.is_exact and found.tokens_read == 5
     assert (found.repeated["short"].share, found.repeated["short"].most) == (0.0, ())
 
@@ -206,18 +209,18 @@ def test_a_dataset_of_documents_too_short_for_an_ngram_repeats_nothing(tmp_path:
 def test_the_documents_that_repeat_themselves_most_are_told_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "_SHOWN", 2)
+    monkeypatch.setattr(text_audit, "_SHOWN", 2)
     with IndexedWriter(tmp_path / "some", dtype="<u2") as writer:
         for period in (40, 5, 20):
             writer.add_document([number % period for number in range(60)])
-    found = audit.audit_text(
+    found = text_audit.audit_text(
         {"some": IndexedDataset(tmp_path / "some")}, {}, size=3, at_most_tokens=1_000_000
     ).repeated["some"]
     assert [document for document, _, _ in found.most] == [1, 2]
 
 
 def test_examples_of_shared_ngrams_are_numbered_within_the_whole_dataset() -> None:
-    ngrams = Ngrams(iter([np.array([5, 7], dtype=np.uint64)]))
+    ngrams = Ngrams(iter([(np.array([5, 7], dtype=np.uint64), True)]))
     some = SomeDocuments(first=8192, lengths=np.array([2, 1]), tokens=np.zeros(3, dtype=np.uint16))
     ngrams.compare("own", some, np.array([9, 5], dtype=np.uint64), np.array([0, 1]))
     assert [tuple(example) for example in ngrams.result().examples] == [("own", 8193, 1)]
@@ -263,4 +266,4 @@ def test_a_sample_of_shuffled_documents_lies_where_it_begins_in_its_part_of_the_
     ]
     starts = np.array([0, 9, 14, 21])
     expected = (starts[documents] + inside + 0.5) / 27
-    np.testing.assert_allclose(audit._places_in_file(row, samples, part), expected)
+    np.testing.assert_allclose(order_audit._places_in_file(row, samples, part), expected)

@@ -65,7 +65,6 @@ def test_each_row_tells_what_its_dataset_gives_to_a_run(datasets: list[IndexedDa
         names=("large", "small"),
         groups=("web", ""),
         tokens=(2000, 200),
-        sequence_length=LENGTH,
         samples=100,
         step_of=lambda samples: samples * 10,
     )
@@ -87,6 +86,20 @@ def test_each_row_tells_what_its_dataset_gives_to_a_run(datasets: list[IndexedDa
     )
 
 
+def test_an_epoch_of_packed_documents_is_one_of_their_samples(tmp_path: Path) -> None:
+    """Documents that fill half of their samples and one token more leave the rest of each empty."""
+    with IndexedWriter(tmp_path / "packed", dtype="<u2") as writer:
+        for _ in range(12):
+            writer.add_document([1] * (LENGTH // 2 + 1))
+    packed = IndexedDataset(tmp_path / "packed")
+    stream = stream_of([packed], 1, samples=24, packing="documents", mask_documents=True)
+    (row,) = dataset_rows(
+        stream, names=("packed",), groups=("",), tokens=(packed.token_count,),
+        samples=24, step_of=int,
+    )  # fmt: skip
+    assert (row.epochs, row.first_epoch_step) == (2.0, 12)
+
+
 def test_rows_tell_of_the_mixture_in_force_and_of_all_that_was_given(datasets: list[IndexedDataset]) -> None:
     stream = stream_of(datasets, 1, 0).demanding(demand(1, 4), at=50, left=50)
     large, small = dataset_rows(
@@ -94,7 +107,6 @@ def test_rows_tell_of_the_mixture_in_force_and_of_all_that_was_given(datasets: l
         names=("large", "small"),
         groups=("", ""),
         tokens=(2000, 200),
-        sequence_length=LENGTH,
         samples=100,
         step_of=int,
     )

@@ -264,6 +264,11 @@ def test_the_report_of_a_run_counts_what_was_given_under_earlier_weights(
     for row in told["datasets"]:
         assert row["delivered"] == pytest.approx(sum(counts[row["name"]]) / 96)
     assert 0.1 < told["datasets"][1]["delivered"] < 0.4
+    assert main(["data", "audit", str(path), "--to", str(tmp_path / "audit"), "--json"]) in (0, 1)
+    audited = json.loads(capsys.readouterr().out)
+    assert audited["mixtures"] == 2 and not [about for about in audited["look_at"] if "delivered" in about]
+    for row in audited["datasets"]:
+        assert row["wanted"] == pytest.approx(row["delivered"], abs=2 / 96)
 
 
 @pytest.mark.parametrize("datasets", [1, 4])

@@ -96,7 +96,7 @@ def test_ratios_for_validation_weigh_a_dataset_and_its_validation_part_and_leave
     section = DataSection(split=(8, 2), sequence_length=32)
     prepared = prepared_of(source("web"), source("code"), held_out=(source("web"), source("law")))
     parts = held_out_documents(section, prepared)
-    assert [(part.name, part.weight) for part in parts] == [("web", 0.25), ("web (validation)", 0.25)]
+    assert [(part.name, part.weight) for part in parts] == [("web", 0.125), ("web (validation)", 0.125)]
     ratios["missing"] = 0.5
     with pytest.raises(DataError, match="validates on 'missing', which has no held-out documents") as refused:
         held_out_documents(section, prepared)

@@ -70,7 +70,7 @@ class Recorded:
                 spread_budgets=lambda state: self.note("budgets", state.position),
             ),
             _data_stream=SimpleNamespace(
-                to_json=lambda: {"text": "x"}, about=lambda cursor, below: {"cursor": cursor, "below": below}
+                to_json=lambda: {"text": "x"}, about=lambda cursor, **of: {"cursor": cursor, **of}
             ),
             _store=SimpleNamespace(
                 incarnation=3,
@@ -166,6 +166,7 @@ def test_what_is_saved_is_the_whole_state_with_its_promise_and_what_lists_show_o
         "held_out_loss": 2.75,
         "before_climb": 2,
         "cursor": 36,
+        "skips": STATE.position.skips,
         "below": 1000,
         "promise": {"count": 4},
     }
@@ -365,14 +366,16 @@ def stream_of(ends: list[tuple[int, int]]) -> DataStream:
         is_tokenised_here=True,
     )
     made._epoch_ends = lambda below: tuple(ends)  # type: ignore[method-assign]
+    made._first_repeat = lambda below, skips: 44 if ends else None  # type: ignore[method-assign]
     return made
 
 
 def test_lists_of_checkpoints_show_the_next_end_of_an_epoch_and_the_first_one() -> None:
     data = stream_of([(0, 40), (1, 90)])
-    assert data.about(39, below=100) == {"cursor": 39, "epoch_end_ahead": 40, "first_epoch_end": 40}
+    of_all = {"first_epoch_end": 40, "first_repeat": 44}
+    assert data.about(39, below=100) == {"cursor": 39, "epoch_end_ahead": 40, **of_all}
     assert data.about(40, below=100)["epoch_end_ahead"] == 90
-    assert data.about(90, below=100) == {"cursor": 90, "epoch_end_ahead": None, "first_epoch_end": 40}
+    assert data.about(90, below=100) == {"cursor": 90, "epoch_end_ahead": None, **of_all}
     assert stream_of([]).about(5, below=100)["first_epoch_end"] is None
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from bloomery.config.load import LoadedRecipe
-    from bloomery.data.audit import Ngrams
     from bloomery.data.prepare import Prepared
+    from bloomery.data.text_audit import Ngrams
     from bloomery.data.tokenizer import Tokenizer
 
 
@@ -106,9 +106,11 @@ def _facts(
     loaded: LoadedRecipe, run: Path | None, options: argparse.Namespace, progress: Any
 ) -> dict[str, Any]:  # Any: the report as JSON
     from bloomery.cli.data_duplicates import texts_of
-    from bloomery.data.audit import Ngrams, audit_text, neighbours_of, sample_counts_of
+    from bloomery.data.order_audit import neighbours_of, sample_counts_of
     from bloomery.data.overlap import overlap_of
+    from bloomery.data.position import total, within
     from bloomery.data.stream import dataset_rows
+    from bloomery.data.text_audit import Ngrams, audit_text
     from bloomery.train.data_stream import data_forecast, stream_of_run
 
     recipe = loaded.recipe
@@ -124,24 +126,28 @@ def _facts(
         names=list(training),
         groups=[dataset.group for dataset in recipe.data.datasets] or [""],
         tokens=[dataset.token_count for dataset in training.values()],
-        sequence_length=recipe.data.sequence_length,
         samples=ahead.samples,
         step_of=ahead.step_of,
     )
     order, sizes = ahead.stream.order, [_samples_of(ahead.stream, n) for n in range(len(rows))]
     near = neighbours_of(order, sizes, samples=ahead.samples, datasets=files, progress=progress)
-    taken = sample_counts_of(order, sizes, samples=ahead.samples)
+    skips = within(ahead.position.skips, (range(ahead.samples),))
+    taken = sample_counts_of(order, sizes, samples=ahead.samples, skips=skips)
+    wanted = [float(count / ahead.samples) for count in ahead.stream.asked(ahead.samples)]
     text = audit_text(training, others, size=options.ngram, at_most_tokens=options.tokens, progress=progress)
     return {
         "recipe": str(options.recipe),
         "samples": ahead.samples,
+        "skipped": total(skips),
+        "skips": len(skips),
+        "mixtures": len(ahead.stream.mixtures),
         "sequence_length": recipe.data.sequence_length,
         "order": recipe.data.order,
         "packing": recipe.data.packing,
         "ngram": options.ngram,
         "datasets": [
-            asdict(row) | {"neighbours": asdict(lie), "taken": asdict(gives)}
-            for row, lie, gives in zip(rows, near, taken, strict=True)
+            asdict(row) | {"wanted": share, "neighbours": asdict(lie), "taken": asdict(gives)}
+            for row, share, lie, gives in zip(rows, wanted, near, taken, strict=True)
         ],
         "overlap": asdict(overlap_of(training, held_out, progress=progress)) if held_out else None,
         "text": asdict(text),
@@ -161,9 +167,9 @@ def _samples_of(stream: Any, number: int) -> int:
 def _other_texts(
     options: argparse.Namespace, prepared: Prepared, *, end_of_document: str
 ) -> dict[str, Ngrams]:
-    from bloomery.data.audit import Ngrams
     from bloomery.data.documents import BadDocuments
     from bloomery.data.sources import find_files, read_documents
+    from bloomery.data.text_audit import Ngrams
     from bloomery.data.tokenizer import load_tokenizer
     from bloomery.evaluate.task_texts import task_texts
 
@@ -194,12 +200,12 @@ def findings_of(facts: dict[str, Any]) -> list[str]:
     for row in facts["datasets"]:
         found += [f"order of {row['name']}: {alarm}" for alarm in row["neighbours"]["alarms"]]
         taken = row["taken"]
-        if taken["least"] is not None and taken["most"] - taken["least"] > 1:
+        if taken["least"] is not None and taken["most"] - taken["least"] > 1 + facts["skips"]:
             found.append(
                 f"{row['name']}: some samples are taken {taken['most']} times and others {taken['least']}"
             )
         due = row["wanted"] * facts["samples"]
-        if abs(row["delivered"] - row["wanted"]) * facts["samples"] > max(1.0, 0.001 * due):
+        if abs(row["delivered"] - row["wanted"]) * facts["samples"] > max(facts["mixtures"], 0.001 * due):
             found.append(f"{row['name']}: {row['wanted']:.3%} wanted, {row['delivered']:.3%} delivered")
     for name, count in (facts["overlap"] or {"shared": {}})["shared"].items():
         if count:
@@ -272,8 +278,9 @@ def page_of(facts: Facts) -> str:
     lines = [
         f"# Data of {facts['recipe']}",
         "",
-        f"{facts['samples']:,} samples of {facts['sequence_length']:,} tokens; order `{facts['order']}`, "
-        f"packing `{facts['packing']}`.",
+        f"{facts['samples']:,} samples of {facts['sequence_length']:,} tokens"
+        + (f", {facts['skipped']:,} of them skipped" if facts["skipped"] else "")
+        + f"; order `{facts['order']}`, packing `{facts['packing']}`.",
         "",
         *([f"- **Look at:** {finding}" for finding in found] or ["Nothing strange was found."]),
         "",
@@ -333,6 +340,10 @@ def _overlap_lines(facts: Facts) -> list[str]:
 def _ngram_lines(facts: Facts) -> list[str]:
     text = facts["text"]
     scope = "all of it: exact" if text["is_exact"] else "stretches of documents: a sample"
+    if text["left_out"]:
+        scope = (
+            f"not all: among others, {text['left_out']:,} tokens at the ends of very long documents were not"
+        )
     lines = [
         f"## {facts['ngram']}-grams in common",
         "",

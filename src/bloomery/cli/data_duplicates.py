@@ -107,8 +107,8 @@ def report_overlap(loaded: LoadedRecipe, run: Path | None, *, as_json: bool) -> 
     ]
     lines += [f"  of them in {name}: {count:,}" for name, count in found.by_training.items() if count]
     lines += [
-        f"  document {each.held_out_document:,} of {each.held_out} is document {each.training_document:,} of "
-        f"{each.training} ({each.tokens:,} tokens)"
+        f"  held-out document {each.held_out_document:,} of {each.held_out} is document "
+        f"{each.training_document:,} of {each.training} ({each.tokens:,} tokens)"
         for each in found.examples
     ]
     if total:

@@ -314,7 +314,6 @@ def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[DatasetRow], int
         names=[dataset.name for dataset in prepared],
         groups=groups,
         tokens=[dataset.token_count for dataset in datasets],
-        sequence_length=recipe.data.sequence_length,
         samples=ahead.samples,
         step_of=ahead.step_of,
     )

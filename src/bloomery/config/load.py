@@ -262,9 +262,7 @@ def _parse(text: str, label: str, *, is_record: bool) -> dict[str, Any]:
     source, problem = label, message
     if at:
         source, problem = f"{label}:{at[1]}", f"{message[: at.start()]} (column {at[2]})"
-    remedy = (
-        "This is not TOML: text needs quotes, a table's name brackets, and a key stands once in its table."
-    )
+    remedy = "This is not TOML: text needs quotes, a table's name brackets; a key stands once in its table."
     if is_record:
         remedy = (
             "The run's journal has it whole: begin with a recipe of your own and this run's directory, "

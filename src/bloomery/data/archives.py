@@ -9,17 +9,19 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from bloomery.data.documents import (
     BadDocuments,
     BadText,
     Document,
     decoded_text,
+    document_of,
     json_text,
     lines_until,
     size_in_utf8,
 )
+from bloomery.data.tables import ARRAY, TABLE, array_documents, table_documents
 from bloomery.errors import DataError
 
 ZIP, WARC = (".zip",), (".warc", ".warc.gz", ".wet", ".wet.gz")
@@ -39,7 +41,8 @@ def zip_documents(
     endings: tuple[str, ...],
     bad: BadDocuments,
 ) -> Iterator[Document]:
-    """Yield the documents of a .zip file's members, by their names: lines of .jsonl, else a member is one.
+    """Yield the documents of a .zip file's members, by their names: lines of .jsonl, rows of .csv and .tsv,
+    records of .json, else a member is one.
 
     key: path of the file below its source. endings: of members that are read whole; others are left out.
     longest_bytes: a longer line or member is a bad document, which is not held in memory.
@@ -56,12 +59,21 @@ def zip_documents(
                     with archive.open(member) as stream:
                         lines = lines_until(stream, None, longest_bytes=longest_bytes)
                         yield from _lines(lines, place, fields=(text_field, prompt_field), bad=bad)
-                elif name.endswith(endings):
+                elif name.endswith(TABLE):
+                    with archive.open(member) as stream:
+                        yield from table_documents(
+                            stream, place, text_field=text_field, longest_bytes=longest_bytes, bad=bad
+                        )
+                elif name.endswith((*ARRAY, *endings)):
                     if member.file_size > longest_bytes:
                         why = f"a member of {member.file_size:,} bytes; at most {longest_bytes:,} are read"
                         bad.add(BadText(kind="too long", why=why).at(place, 0))
                         continue
                     content = archive.read(member).removeprefix(codecs.BOM_UTF8)
+                    if name.endswith(ARRAY):
+                        fields = text_field, prompt_field
+                        yield from array_documents(content, place, fields=fields, bad=bad)
+                        continue
                     text = decoded_text(content)
                     if isinstance(text, BadText):
                         bad.add(text.at(place, 0))
@@ -83,8 +95,7 @@ def _lines(
         if isinstance(found, BadText):
             bad.add(found.at(place, number))
         else:
-            size = size_in_utf8(found.text)
-            yield Document(text=found.text, prompt=found.prompt, place=f"{place}:{number}", size_bytes=size)
+            yield document_of(found, f"{place}:{number}")
 
 
 def warc_documents(path: Path, *, longest_bytes: int, bad: BadDocuments) -> Iterator[Document]:
@@ -141,21 +152,21 @@ def _record_text(record: Any, path: Path, number: int, *, longest_bytes: int) ->
     else:
         content = record.raw_stream.read(longest_bytes + 1)
     if len(content) > longest_bytes:
-        _read_on(record, path, number, taken=len(content))
+        _read_on(record, path, number)
         why = f"a record of more than {longest_bytes:,} bytes (data.longest_line_mib)"
         return BadText(kind="too long", why=why)
-    _read_on(record, path, number, taken=len(content))
+    _read_on(record, path, number)
     return decoded_text(content)
 
 
-def _read_on(record: Any, path: Path, number: int, *, taken: int = 0) -> None:
+def _read_on(record: Any, path: Path, number: int) -> None:
     """Read a record to its end, and refuse a file that ends before it."""
-    stream: IO[bytes] = record.raw_stream
-    while chunk := stream.read(1 << 20):
-        taken += len(chunk)
-    wanted = record.rec_headers.get_header("Content-Length")
-    if record.http_headers is None and wanted is not None and wanted.isdecimal() and taken < int(wanted):
+    stream = record.raw_stream
+    while stream.read(1 << 20):
+        pass
+    if missing := getattr(stream, "limit", 0):  # bytes of the record that were not there
+        wanted = int(record.rec_headers.get_header("Content-Length"))
         raise DataError(
-            f"{path} ends within record {number:,}: {taken:,} of its {wanted} bytes are there.",
+            f"{path} ends within record {number:,}: {wanted - missing:,} of its {wanted:,} bytes are there.",
             remedy=_COPY_AGAIN,
         )

@@ -47,7 +47,7 @@ def path_in(schema: pa.Schema, text_field: str, file: Path) -> tuple[str, ...]:
     return path
 
 
-def refuse_without(text_field: str, names: list[str], file: Path) -> None:
+def refuse_without(text_field: str, names: list[str], file: Path | str) -> None:
     """Raise DataError where a table has no column of this name."""
     if text_field not in names:
         raise DataError(

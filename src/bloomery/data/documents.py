@@ -190,6 +190,11 @@ def record_text(record: object, *, text_field: str, prompt_field: str = "") -> R
     return prompt if isinstance(prompt, BadText) else RecordText(prompt + text, len(prompt))
 
 
+def document_of(found: RecordText, place: str) -> Document:
+    """Return the document of a record's text."""
+    return Document(text=found.text, prompt=found.prompt, place=place, size_bytes=size_in_utf8(found.text))
+
+
 def _field_text(record: object, text_field: str, *, setting: str) -> str | BadText:
     if not isinstance(record, dict):
         why = f"a JSON {type(record).__name__}, not an object with a field {text_field!r}"

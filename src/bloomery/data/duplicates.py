@@ -35,7 +35,8 @@ from bloomery.data.storage import as_storage_error, locked_directory
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
-_BANDS, _ROWS, _SEED = 16, 8, 1
+_HASHES, _SEED = 128, 1
+_LIKE, _ROWS_OF_LIKE, _ROWS_OF_LESS = 0.8, 8, 4  # rows of a band from this similarity on, and below it
 _JUST_BELOW_1 = 0.9999  # equal n-grams in another number or order
 _COPIED_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 22
 DUPLICATES = "-duplicates.jsonl"
@@ -68,6 +69,11 @@ class SimilarityThreshold:
     def is_exact(self) -> bool:
         """Whether only equal documents are removed."""
         return self.threshold >= 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a band: documents that are alike by s share one of b bands of r by 1 - (1 - s^r)^b."""
+        return _ROWS_OF_LIKE if self.threshold >= _LIKE else _ROWS_OF_LESS
 
 
 class _Pairs:
@@ -108,9 +114,11 @@ def deduplicate(
     Documents of several sequences are refused.
 
     against: pairs, such as held-out text, whose documents come before all others and are not written.
-    Beside `out` it takes 16 bytes for each document and key (17 keys; 1 where only equal ones are removed).
+    Beside `out` it takes 16 bytes for each document and key (17 keys; 33 where the threshold is below 0.8; 1
+    where only equal ones are removed), and 8 for each document that is removed.
     Each document that is removed has one that is kept and at least as much alike as `likeness` says. Of near
-    duplicates some are missed: of 80% alike 5 in 100, of 90% alike 1 in 10⁴ (16 bands of 8).
+    duplicates some are missed: of 80% alike 5 in 100, of 90% alike 1 in 10⁴ (16 bands of 8); where the
+    threshold is below 0.8, of 50% alike 13 in 100, of 60% alike 1 in 100 (32 bands of 4).
     """
     if any(prefix.resolve() == out.resolve() for prefix in (*prefixes, *against)):
         raise DataError(f"{out} is one of the pairs to read.", remedy="Write to another path.")
@@ -124,10 +132,15 @@ def deduplicate(
                 _add_keys(documents, files, likeness, progress=progress)
                 candidates = files.candidates(documents.count, progress=progress)
             removed = _allocated(scratch / "removed", documents.count)
-            entries = _duplicates(documents, candidates, removed, likeness, first_written=first_written)
             equal = near = 0
-            with as_storage_error(scratch), durable.open_new(scratch / "listed") as listed:
-                for entry in entries:
+            with (
+                as_storage_error(scratch),
+                closing(_Keepers(scratch / "keepers")) as keepers,
+                durable.open_new(scratch / "listed") as listed,
+            ):
+                for entry in _duplicates(
+                    documents, candidates, removed, keepers, likeness, first_written=first_written
+                ):
                     equal, near = equal + (entry["alike"] == 1), near + (entry["alike"] < 1)
                     listed.write((json.dumps(entry) + "\n").encode())
             pairs, begins = documents.pairs[len(against) :], documents.begins[len(against) :].tolist()
@@ -175,14 +188,14 @@ def _add_keys(
             numbers = np.arange(some.lengths.size) + begin + some.first
             keys = [equal_keys(some)]
             if not likeness.is_exact:
-                keys += _band_keys(some, likeness.ngram)
+                keys += _band_keys(some, likeness)
             files.add(np.concatenate(keys), np.tile(numbers, len(keys)))
             progress("comparing", int(numbers[-1]) + 1, documents.count, "documents")
 
 
 def equal_keys(some: SomeDocuments) -> npt.NDArray[np.uint64]:
-    """Return the xxh3-64 of each document's tokens."""
-    tokens = np.ascontiguousarray(some.tokens)
+    """Return the xxh3-64 of each document's tokens, as int64: pairs of u16 and of i32 may hold equal ones."""
+    tokens = np.ascontiguousarray(some.tokens, dtype=np.int64)
     edges = [0, *np.cumsum(some.lengths).tolist()]
     return np.array(
         [xxhash.xxh3_64_intdigest(tokens[edges[n] : edges[n + 1]].data) for n in range(some.lengths.size)],
@@ -190,33 +203,63 @@ def equal_keys(some: SomeDocuments) -> npt.NDArray[np.uint64]:
     )
 
 
-def _band_keys(some: SomeDocuments, ngram: int) -> list[npt.NDArray[np.uint64]]:
+def _band_keys(some: SomeDocuments, likeness: SimilarityThreshold) -> list[npt.NDArray[np.uint64]]:
     from rensa import RMinHash
 
-    hashes, counts = ngram_hashes(some.tokens, some.lengths, ngram)
+    rows, count = likeness.rows, _HASHES // likeness.rows
+    hashes, counts = ngram_hashes(some.tokens, some.lengths, likeness.ngram)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, _BANDS * _ROWS, _SEED)
-    signatures = np.array(matrix.to_rows(), dtype=np.int64).reshape(-1, _ROWS)  # a row for each band
-    bands, _ = ngram_hashes(signatures.reshape(-1), np.full(len(signatures), _ROWS), _ROWS)
-    salt = np.arange(1, _BANDS + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
-    return [bands.reshape(-1, _BANDS)[:, band] ^ salt[band] for band in range(_BANDS)]
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, _HASHES, _SEED)
+    signatures = np.array(matrix.to_rows(), dtype=np.int64).reshape(-1, rows)  # a row for each band
+    bands, _ = ngram_hashes(signatures.reshape(-1), np.full(len(signatures), rows), rows)
+    salt = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    return [bands.reshape(-1, count)[:, band] ^ salt[band] for band in range(count)]
+
+
+class _Keepers:
+    """For each removed document the kept one that it is like, in a file: there may be half a billion."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b", buffering=0)
+
+    def put(self, document: int, kept: int) -> None:
+        os.pwrite(self._file.fileno(), kept.to_bytes(8, "little"), 8 * document)
+
+    def of(self, document: int) -> int:
+        return int.from_bytes(os.pread(self._file.fileno(), 8, 8 * document), "little")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _duplicates(
     documents: _Pairs,
     candidates: Iterator[tuple[int, int]],
     removed: npt.NDArray[np.bool_],
+    keepers: _Keepers,
     likeness: SimilarityThreshold,
     *,
     first_written: int,
 ) -> Iterator[dict[str, Any]]:
-    """Mark and yield the documents that are like an earlier one that is kept, in their order."""
-    for document, earlier in candidates:
-        if document < first_written or removed[document] or removed[earlier]:
+    """Mark and yield the documents that are like an earlier one that is kept, in their order.
+
+    In the place of an earlier one that was removed, the one that was kept for it is compared: a document that
+    is equal to the removed one shares no key with the kept one by chance.
+    """
+    last, compared = -1, set[int]()
+    for document, candidate in candidates:
+        if document < first_written or removed[document]:
             continue
+        if document != last:
+            last, compared = document, set()
+        earlier = keepers.of(candidate) if removed[candidate] else candidate
+        if earlier in compared:
+            continue
+        compared.add(earlier)
         alike = _similarity(documents.tokens(document), documents.tokens(earlier), likeness)
         if alike >= likeness.threshold:
             removed[document] = True
+            keepers.put(document, earlier)
             (pair, place), (of_pair, of_place) = documents.place(document), documents.place(earlier)
             yield {
                 "pair": str(pair.prefix),

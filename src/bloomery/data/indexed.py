@@ -209,6 +209,7 @@ class IndexedDataset:
 
     is_checked: a page of a sealed pair is compared with its sum when `window` or the loader first reads it;
     `pages` does it, and is None for pairs that have no such sums or lie elsewhere.
+    first_document: the number in the file of the first document; not 0 for some parts.
     mirror: fetches blocks of a remote pair; None for a local pair. Code that reads `flat` or the whole file
     of a remote pair must do so within `mirror.read`; `window` and its callers do it by themselves.
     """
@@ -218,6 +219,7 @@ class IndexedDataset:
         self._index, tokens = PairIndex(prefix), bin_path(prefix)
         self.dtype, self.type_code = self._index.dtype, self._index.type_code
         self.sequence_count, self.document_count = self._index.sequence_count, self._index.document_count
+        self.first_document = 0
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
         self.mirror = block_cache_of(prefix)
         self._tokens = mapped(tokens, at_random=True)
@@ -263,7 +265,7 @@ class IndexedDataset:
             self._index.refuse_wrong_edge(self._documents.start + edge)
         part = copy.copy(self)
         part.__dict__.pop("document_starts", None)
-        begin = self._documents.start + documents.start
+        begin = part.first_document = self._documents.start + documents.start
         indices, before = self.document_indices, self._sequences.start
         first, last = (int(indices[edge]) + before for edge in (documents.start, documents.stop))
         part._documents = slice(begin, begin + len(documents) + 1)

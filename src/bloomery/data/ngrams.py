@@ -22,11 +22,15 @@ HASHED_TOKENS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class SomeDocuments:
-    """Neighbouring documents of a dataset. tokens: of all of them, one after another."""
+    """Neighbouring documents of a dataset.
+
+    tokens: of all of them, one after another. left_out: tokens at the end of a document that is too long.
+    """
 
     first: int
     lengths: Indices
     tokens: npt.NDArray[Any]  # Any: an integer type of token files
+    left_out: int = 0
 
     @property
     def starts(self) -> Indices:
@@ -49,10 +53,11 @@ def documents_in_turn(
             end = min(max(end, at + 1), starts.size - 1)
             lengths = np.diff(starts[at : end + 1])
             size = int(lengths.sum())
-            if lengths.size == 1 and size > HASHED_TOKENS:
+            left_out = max(0, size - HASHED_TOKENS) if lengths.size == 1 else 0
+            if left_out:
                 lengths, size = np.array([HASHED_TOKENS]), HASHED_TOKENS
             tokens = dataset.window(int(starts[at]), size)
-            yield SomeDocuments(first=block + at, lengths=lengths, tokens=tokens)
+            yield SomeDocuments(first=block + at, lengths=lengths, tokens=tokens, left_out=left_out)
             at = end
 
 

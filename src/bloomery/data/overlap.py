@@ -17,7 +17,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class SharedDocument:
-    """A held-out document and the first equal one of a training dataset, by their numbers."""
+    """A held-out document and the first equal one of a training dataset, by their numbers in the files."""
 
     held_out: str
     held_out_document: int
@@ -76,9 +76,9 @@ def overlap_of(
                     if len(examples) < _SHOWN:
                         shared = SharedDocument(
                             held_out=held,
-                            held_out_document=int(numbers[place]),
+                            held_out_document=held_out[held].first_document + int(numbers[place]),
                             training=name,
-                            training_document=number,
+                            training_document=dataset.first_document + number,
                             tokens=int(ours.size),
                         )
                         examples.append(shared)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import csv
 import io
-import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import IO
 
 from bloomery.config.data import LONGEST_LINE_MIB
 from bloomery.data.archives import WARC, ZIP, warc_documents, zip_documents
-from bloomery.data.columns import column_documents, path_in, refuse_without
+from bloomery.data.columns import column_documents, path_in
 from bloomery.data.documents import (
     CHUNK_BYTES,
     BadDocuments,
@@ -24,18 +22,18 @@ from bloomery.data.documents import (
     RecordText,
     count_lines,
     decoded_text,
+    document_of,
     json_text,
     lines_until,
-    record_text,
     size_in_utf8,
     skip_line,
 )
+from bloomery.data.tables import ARRAY, TABLE, array_documents, table_documents
 from bloomery.data.text_pieces import split_stream, whole_text
 from bloomery.errors import DataError
 
 LINES, PACKED_LINES = (".jsonl",), (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 TEXT, PACKED_TEXT, PARQUET, ARROW = (".txt",), (".txt.gz", ".txt.zst"), (".parquet",), (".arrow",)
-ARRAY, TABLE = (".json",), (".csv", ".tsv")
 BY_NAME = (
     *(*ARRAY, *TABLE, ".md", ".markdown", ".rst", ".tex", ".html", ".xml", ".log", ".sh"),
     *(".py", ".js", ".ts", ".c", ".h", ".cpp", ".rs", ".go", ".java"),
@@ -146,7 +144,7 @@ def _zip(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Docu
         text_field=reading.text_field,
         prompt_field=reading.prompt_field,
         longest_bytes=reading.longest_line_bytes,
-        endings=(*TEXT, *BY_NAME),
+        endings=(*TEXT, *(ending for ending in BY_NAME if ending not in (*ARRAY, *TABLE))),
         bad=bad,
     )
 
@@ -167,57 +165,19 @@ def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterat
 
 def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     """Yield the texts of a JSON file that holds a list of records. The whole file is held in memory."""
-    try:
-        records = json.loads(file.path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
-    except (ValueError, RecursionError) as wrong:
-        raise DataError(
-            f"{file.path} is no JSON in UTF-8: {wrong}.",
-            remedy="A file of one record a line is named .jsonl; else mend it.",
-        ) from wrong
-    if not isinstance(records, list):
-        raise DataError(
-            f"{file.path} holds a JSON {type(records).__name__}, not a list of records.",
-            remedy="Give a list of objects, or a .jsonl file of one object a line.",
-        )
-    for number, record in enumerate(records, 1):
-        text = record_text(record, text_field=reading.text_field, prompt_field=reading.prompt_field)
-        if isinstance(text, BadText):
-            bad.add(text.at(file.path, number))
-        else:
-            yield _document(text, f"{file.path}[{number}]")
+    fields = reading.text_field, reading.prompt_field
+    yield from array_documents(file.path.read_bytes(), str(file.path), fields=fields, bad=bad)
 
 
 def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    """Yield the texts of one column of a .csv or .tsv file, whose first row has the columns' names."""
-    csv.field_size_limit(reading.longest_line_bytes)  # its default is 128 KiB, less than many a document
-    delimiter = "\t" if file.path.name.endswith(".tsv") else ","
-    with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        rows = csv.DictReader(_table_lines(stream, reading.longest_line_bytes), delimiter=delimiter)
-        try:
-            refuse_without(reading.text_field, list(rows.fieldnames or ()), file.path)
-            for row in rows:
-                value = row[reading.text_field]
-                text = BadText(kind="malformed row", why="the row ends before the column")
-                cell_text = text if value is None else decoded_text(value.encode(errors="surrogateescape"))
-                if isinstance(cell_text, str):
-                    place = f"{file.path}:{rows.line_num}"
-                    yield Document(text=cell_text, place=place, size_bytes=size_in_utf8(cell_text))
-                else:
-                    bad.add(cell_text.at(file.path, rows.line_num))
-        except csv.Error as damaged:
-            raise DataError(
-                f"{file.path} is no table at line {rows.reader.line_num}: {damaged}.",  # `rows` lags by a row
-                remedy="Save it as CSV in UTF-8, or as .jsonl or .parquet, or allow for longer texts: "
-                "data.longest_line_mib.",
-            ) from damaged
-
-
-def _table_lines(stream: IO[str], longest: int) -> Iterator[str]:
-    """Yield the lines of a table. Raises csv.Error for one of more characters, before more of it is held."""
-    while line := stream.readline(longest + 1):
-        if len(line) > longest:
-            raise csv.Error(f"a line of more than {longest:,} characters")
-        yield line
+    with file.path.open("rb") as stream:
+        yield from table_documents(
+            stream,
+            str(file.path),
+            text_field=reading.text_field,
+            longest_bytes=reading.longest_line_bytes,
+            bad=bad,
+        )
 
 
 def _line_of(content: bytes | BadText) -> int:
@@ -306,14 +266,9 @@ def _parsed(
             if isinstance(text, BadText):
                 bad.add(text.at(path, number))
             else:
-                yield _document(text, f"{path}:{number}")
+                yield document_of(text, f"{path}:{number}")
     finally:
         bad.lines[path] = number
-
-
-def _document(found: RecordText, place: str) -> Document:
-    size = size_in_utf8(found.text)
-    return Document(text=found.text, prompt=found.prompt, place=place, size_bytes=size)
 
 
 def _parquet(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:

@@ -24,7 +24,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
-from bloomery.data.position import RULE_KEY
+from bloomery.data.position import RULE_KEY, Ranges
 from bloomery.data.sample_layout import Layout, layout_of, sample_tokens
 from bloomery.errors import DataError
 
@@ -52,6 +52,21 @@ class SampleStream:
         """Return how many tokens the samples of a dataset that holds `tokens` have, on average."""
         length = self.demand.sequence_length  # Megatron's order has no layouts: its samples are full
         return float(sample_tokens(self.layouts[dataset], tokens)) if self.layouts else length
+
+    def asked(self, samples: int) -> list[Fraction]:
+        """Return how many of the first `samples` samples the mixtures ask of each dataset in turn."""
+        asked = [Fraction(0)] * len(self.windows)
+        ends = [*(mixture.at for mixture in self.mixtures[1:]), samples]
+        for mixture, end in zip(self.mixtures, ends, strict=True):
+            budgets_end = mixture.at + mixture.length if mixture.length else end
+            for shares, begin, stop in (
+                (mixture.shares, mixture.at, min(end, budgets_end, samples)),
+                (mixture.shares_after, budgets_end, min(end, samples)),
+            ):
+                whole, length = sum(shares), max(0, stop - begin)
+                for number, share in enumerate(shares):
+                    asked[number] += Fraction(share * length, whole)
+        return asked
 
     def to_json(self) -> dict[str, Any]:
         """Return the stream as a checkpoint stores it, in less than a kilobyte for some fifty datasets."""
@@ -243,6 +258,24 @@ def ends_passed(ends: EpochEnds, *, after: int, up_to: int) -> EpochEnds:
     return tuple(end for end in ends if after < end[1] <= up_to)
 
 
+def first_repeat(order: Order | MegatronOrder, *, below: int, skips: Ranges = ()) -> int | None:
+    """Return the first index below `below` at which a sample is read again; `skips` are never read."""
+    if isinstance(order, MegatronOrder):
+        sizes = [row.epoch_samples for row in order.rows]
+    else:
+        sizes = list(order.windows)
+    first = below
+    for dataset, size in enumerate(sizes):
+        turn = size
+        while size and (index := order.sample_of_turn(dataset, turn, below=first)) is not None:
+            skip = next((piece for piece in skips if piece.start <= index < piece.stop), None)
+            if skip is None:
+                first = index
+            else:
+                turn = int(order.given_before(skip.stop)[dataset])
+    return first if first < below else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetRow:
     """What one dataset, or a group of datasets, gives to a run.
@@ -267,7 +300,6 @@ def dataset_rows(
     names: Sequence[str],
     groups: Sequence[str],
     tokens: Sequence[int],
-    sequence_length: int,
     samples: int,
     step_of: Callable[[int], int],
 ) -> list[DatasetRow]:

@@ -23,7 +23,7 @@ from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, held_out
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.data.position import Position, SampleShare
+from bloomery.data.position import Position, Ranges, SampleShare
 from bloomery.data.prepare import Prepared, PreparedDataset
 from bloomery.data.sample_layout import sample_tokens
 from bloomery.data.stream import (
@@ -32,6 +32,7 @@ from bloomery.data.stream import (
     begin_stream,
     ends_passed,
     epoch_ends,
+    first_repeat,
     layouts_of,
     stream_identity,
 )
@@ -82,7 +83,9 @@ def held_out_documents(section: DataSection, prepared: Prepared) -> list[HeldOut
     ratios = held_out_weights(section)
     if ratios is None:
         return parts
-    weights = {part.name: float(ratios.get(part.name.removesuffix(_VALIDATION), 0)) for part in parts}
+    of_part = [part.name.removesuffix(_VALIDATION) for part in parts]  # two parts of a name share its ratio
+    each = {name: float(ratios.get(name, 0)) / of_part.count(name) for name in {*of_part}}
+    weights = {part.name: each[name] for part, name in zip(parts, of_part, strict=True)}
     if without := [name for name, ratio in ratios.items() if ratio and not weights.get(name)]:
         raise DataError(
             f"data.weights_file validates on {without[0]!r}, which has no held-out documents.",
@@ -284,9 +287,9 @@ class DataStream:
         """Return what a checkpoint keeps."""
         return {"fingerprint": self.fingerprint, **self.stream.to_json()}
 
-    def about(self, cursor: int, *, below: int) -> dict[str, Json]:
+    def about(self, cursor: int, *, below: int, skips: Ranges = ()) -> dict[str, Json]:
         """Return what lists of checkpoints show of the data: the cursor, the next end of a dataset's first
-        epoch, and the earliest one of the run.
+        epoch, the earliest one of the run, and the first index at which a dataset is read again.
         """
         ends = [sample for _, sample in self._epoch_ends(below)]
         ahead = [sample for sample in ends if sample > cursor]
@@ -294,6 +297,7 @@ class DataStream:
             "cursor": cursor,
             "epoch_end_ahead": ahead[0] if ahead else None,
             "first_epoch_end": ends[0] if ends else None,
+            "first_repeat": first_repeat(self.order, below=max(below, cursor), skips=skips),
         }
 
     def follow(

@@ -265,7 +265,7 @@ class RunSaver:
                 "loss": self.last_report.loss if self.last_report else None,
                 "held_out_loss": self._held_out_loss_at(state.step),
                 BEFORE_CLIMB: self._settings.guards.step_before_climb(),
-                **self._data_stream.about(position.cursor, below=end),
+                **self._data_stream.about(position.cursor, below=end, skips=position.skips),
             },
             run_length_steps=self._settings.run_length_steps,
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError
@@ -224,7 +224,8 @@ def held_out_losses(committed: Iterable[CommittedCheckpoint]) -> dict[int, float
 
 
 def _last_of_first_epochs(committed: Sequence[CommittedCheckpoint]) -> set[int]:
-    """Return the steps of the last checkpoints before a dataset's first epoch ended, from their manifests.
+    """Return the steps of the last checkpoints before a dataset's first epoch ended, and of the last one
+    before a dataset was read again, from their manifests.
 
     A manifest holds the data's cursor (`about.cursor`) and where the next first epoch ends
     (`about.epoch_end_ahead`). A checkpoint with an unreadable manifest is skipped.
@@ -237,19 +238,22 @@ def _last_of_first_epochs(committed: Sequence[CommittedCheckpoint]) -> set[int]:
             about = read_manifest(item.directory).about
         except CheckpointError:
             continue
-        places.append((item.step, about.get("cursor"), about.get("epoch_end_ahead")))
+        is_single = _is_single_pass(about)
+        places.append((item.step, about.get("cursor"), about.get("epoch_end_ahead"), is_single))
     return {
         step
-        for (step, _, end), (_, cursor, _) in pairwise(places)
-        if isinstance(end, int) and isinstance(cursor, int) and cursor >= end
+        for (step, _, end, is_single), (_, cursor, _, is_next_single) in pairwise(places)
+        if (isinstance(end, int) and isinstance(cursor, int) and cursor >= end)
+        or (is_single and not is_next_single)
     }
 
 
 def last_single_pass(committed: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint | None:
     """Return the newest checkpoint whose run had read no sample of any dataset twice; None if there is none.
 
-    committed: of one run, oldest first. A checkpoint is left out that does not say where its run's earliest
-    epoch ends (`about.first_epoch_end`; earlier versions did not), or whose manifest cannot be read.
+    committed: of one run, oldest first. A checkpoint is left out that does not say where its run reads a
+    dataset again (`about.first_repeat`; of earlier versions, where its earliest epoch ends,
+    `about.first_epoch_end`), or whose manifest cannot be read.
     """
     from bloomery.checkpoint.format.manifest import read_manifest
 
@@ -258,7 +262,11 @@ def last_single_pass(committed: Sequence[CommittedCheckpoint]) -> CommittedCheck
             about = read_manifest(item.directory).about
         except CheckpointError:
             continue
-        cursor, end = about.get("cursor"), about.get("first_epoch_end", "unknown")
-        if isinstance(cursor, int) and (end is None or (isinstance(end, int) and cursor <= end)):
+        if _is_single_pass(about):
             return item
     return None
+
+
+def _is_single_pass(about: Mapping[str, Any]) -> bool:  # Any: JSON
+    cursor, end = about.get("cursor"), about.get("first_repeat", about.get("first_epoch_end", "unknown"))
+    return isinstance(cursor, int) and (end is None or (isinstance(end, int) and cursor <= end))
