@@ -25,7 +25,7 @@ from bloomery.data import remote_files
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.prepare import prepare
 from bloomery.data.remote_files import Remote, RemoteFile
-from bloomery.errors import DataError
+from bloomery.errors import DataError, UsageError
 
 NAMES = [f"part-{number}.jsonl" for number in range(6)] + ["deep/one.bin", "deep/one.idx", "empty.txt"]
 
@@ -273,7 +273,7 @@ def test_what_is_wrong_with_the_addresses_is_said(
         ([str(corpus), str(corpus)], "no name of its own"),
         ([str(corpus), "--ratio", "there"], "not NAME=PART"),
     ):
-        with pytest.raises(DataError, match=said) as refused:
+        with pytest.raises((DataError, UsageError), match=said) as refused:
             run(["fetch", *arguments, *to])
         assert refused.value.remedy
     (corpus / "SHA256SUMS").write_text("0" * 64 + "  ../../etc/passwd\n")

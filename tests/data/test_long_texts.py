@@ -86,7 +86,7 @@ def test_lines_are_counted_through_a_text_that_is_too_long(tmp_path: Path) -> No
     "content",
     [
         b"text\nshort\n" + b"x" * (MIB + 9),
-        b'text\nshort\n"' + b"some words\n" * (MIB // 9),  # a quotation mark that is never closed
+        b'text\nshort\n"' + b"some words\n" * (MIB // 9) + b'"\n',  # a cell of many lines
     ],
 )
 def test_a_table_with_an_endless_line_or_cell_is_refused_and_not_held(tmp_path: Path, content: bytes) -> None:
