@@ -244,8 +244,8 @@ def test_a_place_that_cannot_hold_a_directory_is_told(tmp_path: Path):
 def test_a_directory_that_vanishes_during_a_save_is_told(tmp_path: Path, monkeypatch):
     real = save_module._write
 
-    def vanishing(partial, file):
-        record = real(partial, file)
+    def vanishing(partial, file, wrote):
+        record = real(partial, file, wrote)
         shutil.rmtree(partial, ignore_errors=True)
         return record
 

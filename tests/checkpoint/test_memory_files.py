@@ -22,6 +22,7 @@ from bloomery.checkpoint.writer.memory_replica import (
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, agree_on_partner
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.events.incarnation import identity
+from bloomery.events.machine import machine_id
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -46,7 +47,10 @@ def test_memory_of_ranks_that_are_on_other_nodes_by_now_is_freed_at_the_next_sta
 ) -> None:
     caplog.set_level("INFO")
     replicas = replicas_of(tmp_path, "run")
-    memory, here = tmp_path / "memory", f"{os.uname().nodename} {(tmp_path / 'memory').resolve()}"
+    memory, here = (
+        tmp_path / "memory",
+        f"{os.uname().nodename}/{machine_id()} {(tmp_path / 'memory').resolve()}",
+    )
     left = [replicas.slot(0, 1), replicas.slot(1, 0), replicas.slot(2, 1, keeper=0)]
     gone = [replicas.slot(2, 0), replicas.slot(1, 0, keeper=0), replicas.slot(2, 1, keeper=1)]
     for path in (*left, *gone, label_of(left[0]), label_of(gone[0])):

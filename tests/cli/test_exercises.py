@@ -375,7 +375,7 @@ def test_the_place_of_a_sync_is_the_one_given_or_the_recipes(tmp_path: Path) -> 
     assert chosen.place == "hf:me/x" and chosen.checkpoints and chosen.every == 60.0
     chosen = sync._parse([str(rundir.path), "s3://b/y"])
     assert chosen.place == "s3://b/y" and not chosen.checkpoints and chosen.every == 60.0
-    assert status_of("sync", str(rundir.path), "s3://b/y", "--checkpoints", "--once") == 1
+    assert status_of("sync", str(rundir.path), "s3://b/y", "--checkpoints", "--once") == 2
 
 
 def test_a_line_of_top_has_a_bar_of_twenty_and_what_was_saved() -> None:

@@ -19,7 +19,7 @@ from bloomery.cli import data_duplicates, data_pairs
 from bloomery.cli.data import run
 from bloomery.config.load import load_recipe
 from bloomery.data.stream import DatasetRow
-from bloomery.errors import ConfigError, DataError
+from bloomery.errors import ConfigError, DataError, UsageError
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -76,7 +76,7 @@ def test_progress_is_shown_unless_json_is_wanted(
     ],
 )
 def test_a_merge_of_nothing_or_of_both_says_how_to_name_pairs(words: tuple[str, ...], remedy: str) -> None:
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(UsageError) as refused:
         run(["merge", *words, "--to", "new"])
     assert refused.value.remedy == remedy
 

@@ -368,7 +368,8 @@ def test_an_export_is_given_the_models_files_and_tells_how_close_its_logits_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rundir, calls = RunDirectory(tmp_path / "run"), list[Any]()
-    files = SimpleNamespace(rundir=rundir)
+    recipe = SimpleNamespace(run=SimpleNamespace(offline=False))
+    files = SimpleNamespace(rundir=rundir, recipe=recipe)
     saved = SimpleNamespace(
         model="model", checkpoint=Path("c/step-5"), tokenizer_path=Path("t.json"),
         tokenizer=SimpleNamespace(end_of_document="</s>"),

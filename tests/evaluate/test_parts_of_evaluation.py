@@ -332,11 +332,13 @@ def test_the_newest_checkpoint_that_is_trusted_is_taken_or_the_newest_intact_one
 def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = SimpleNamespace(data=SimpleNamespace(tokenizer="org/name"))
+    recipe = SimpleNamespace(data=SimpleNamespace(tokenizer="org/name"), run=SimpleNamespace(offline=False))
     own: list[Path | None] = [Path("own.json"), None]
     monkeypatch.setattr(saved_files, "load_recipe", lambda path: SimpleNamespace(recipe=recipe))
     monkeypatch.setattr(saved_files, "tokenizer_in", lambda data: {run.data: own}[data].pop(0))
-    monkeypatch.setattr(saved_files, "find_tokenizer", lambda name: Path(f"found {name}"))
+    monkeypatch.setattr(
+        saved_files, "find_tokenizer", lambda name, may_fetch: Path(f"found {name} {may_fetch}")
+    )
     checkpoint = run.checkpoints / "step-000005.i001"
     checkpoint.mkdir()
     with pytest.raises(CheckpointError, match=f"{checkpoint} is neither a run directory nor a checkpoint"):
@@ -344,7 +346,7 @@ def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
     (checkpoint / saved_files.MANIFEST).write_text("{}")
     usual: dict[str, Any] = {"checkpoint": checkpoint, "rundir": run, "recipe": recipe}
     assert find_saved(checkpoint) == SavedFiles(**usual, tokenizer=Path("own.json"))
-    assert find_saved(checkpoint) == SavedFiles(**usual, tokenizer=Path("found org/name"))
+    assert find_saved(checkpoint) == SavedFiles(**usual, tokenizer=Path("found org/name True"))
     run.recipe.unlink()
     with pytest.raises(CheckpointError, match="does not lie in a run directory") as moved:
         find_saved(checkpoint)
@@ -354,7 +356,7 @@ def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
 def test_a_checkpoint_is_found_with_its_run_by_a_path_that_does_not_name_the_run(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = SimpleNamespace(data=SimpleNamespace(tokenizer="org/name"))
+    recipe = SimpleNamespace(data=SimpleNamespace(tokenizer="org/name"), run=SimpleNamespace(offline=False))
     read: list[Path] = []
     monkeypatch.setattr(
         saved_files, "load_recipe", lambda path: read.append(Path(path)) or SimpleNamespace(recipe=recipe)

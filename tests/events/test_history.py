@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,7 +87,7 @@ def test_the_span_of_a_history_is_from_its_first_event_to_its_last(
     rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for now in (100.0, 130.5, 125.0):
-        clock = SimpleNamespace(time=lambda now=now: now)
+        clock = SimpleNamespace(time=lambda now=now: now, monotonic=time.monotonic)
         monkeypatch.setattr("bloomery.events.journal.time", clock)
         with Journal(rundir.journal()) as journal:
             journal.write("note", incarnation=1, step=0)

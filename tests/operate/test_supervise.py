@@ -25,6 +25,7 @@ from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.events.heartbeat import Heartbeat, RankActivity, RankBeat, read_beat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import newest_checkpoint as newest_checkpoint_module
 from bloomery.operate import standstill as standstill_module
 from bloomery.operate import supervise as supervise_module
 from bloomery.operate.blame import diagnose
@@ -207,14 +208,14 @@ def test_a_disk_that_does_not_list_the_checkpoints_ends_no_supervisor(
 ) -> None:
     """The file server fails over when the first attempt has ended, and is back after the second."""
     run, statuses, said = RunDirectory(tmp_path / "run").create(), [137, 137, 0], list[str]()
-    listed = supervise_module.checkpoints
+    listed = newest_checkpoint_module.checkpoints
 
     def refusing(rundir: RunDirectory) -> tuple:
         if len(statuses) in (1, 2):
             raise OSError(errno.ESTALE, "Stale file handle")
         return listed(rundir)
 
-    monkeypatch.setattr(supervise_module, "checkpoints", refusing)
+    monkeypatch.setattr(newest_checkpoint_module, "checkpoints", refusing)
 
     def attempt(watch: AttemptWatch) -> int:
         watch.ended({0: -9}, killed=())

@@ -390,7 +390,10 @@ def test_a_stream_begins_with_the_seed_and_the_claims_of_its_recipe(
 ) -> None:
     calls: list[Any] = []
     for name, answer in (
-        ("layouts_of", [SimpleNamespace(sample_count=3), SimpleNamespace(sample_count=4)]),
+        (
+            "layouts_of",
+            [SimpleNamespace(sample_count=3, length=8), SimpleNamespace(sample_count=4, length=8)],
+        ),
         ("claims", ("claimed",)),
         ("begin_stream", "stream"),
     ):

@@ -366,11 +366,13 @@ def stream_of(ends: list[tuple[int, int]]) -> DataStream:
         is_tokenised_here=True,
     )
     made._epoch_ends = lambda below: tuple(ends)  # type: ignore[method-assign]
-    made._first_repeat = lambda below, skips: 44 if ends else None  # type: ignore[method-assign]
     return made
 
 
-def test_lists_of_checkpoints_show_the_next_end_of_an_epoch_and_the_first_one() -> None:
+def test_lists_of_checkpoints_show_the_next_end_of_an_epoch_and_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_stream, "first_repeat", lambda order, below, skips: 44)
     data = stream_of([(0, 40), (1, 90)])
     of_all = {"first_epoch_end": 40, "first_repeat": 44}
     assert data.about(39, below=100) == {"cursor": 39, "epoch_end_ahead": 40, **of_all}

@@ -187,7 +187,7 @@ def test_an_empty_note_and_a_missing_run_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    assert main(["note", str(run.path), " "]) == 1
+    assert main(["note", str(run.path), " "]) == 2
     assert "empty" in capsys.readouterr().err
     assert main(["note", str(tmp_path / "no"), "x"]) == 1
     assert main(["note", str(run.path), "before the first start"]) == 0
