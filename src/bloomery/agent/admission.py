@@ -138,7 +138,9 @@ class Admission:
             self._refuse(unreadable)
 
     def _judge(self, name: str, theirs: Mapping[str, str], asked: str, *, without: Collection[str]) -> None:
-        """Refuse the run if settings of its member `name` differ from this peer's, or note that none do."""
+        """Call `refuse` with the settings in which member `name` differs from this peer; where it does not,
+        remember its fingerprint `asked` as one of equal settings.
+        """
         # The record lacks unprintable characters and the end of a long text; the fingerprint is of all.
         mine = {key: printable(value) for key, value in self.settings.items()}
         alike = {key: self.settings[key] for key in mine if theirs.get(key) == mine[key]}

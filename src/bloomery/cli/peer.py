@@ -155,7 +155,7 @@ def _supervised(
 def _with_agent(
     loaded: LoadedRecipe, access: PeerAccess, rundir: RunDirectory, start_ranks: StartRanks
 ) -> tuple[int, str]:
-    """Run an agent, and ranks that connect to it, until both have ended.
+    """Run this peer's agent and its training ranks, which connect to it, until all have ended.
 
     Returns the exit status, and why the agent failed; "" where it did not.
     """

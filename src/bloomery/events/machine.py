@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine_id() -> str:
-    """Return what all processes on this machine have in common: the id of its boot, or else its host name."""
+    """Return a text that is equal for all processes on this machine: its boot id, else its host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

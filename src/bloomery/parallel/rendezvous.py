@@ -125,7 +125,9 @@ def rendezvous(
 
 
 def open_rendezvous_store() -> Store:
-    """Open the store of the rendezvous: a file, our launcher's store, or at MASTER_ADDR and MASTER_PORT."""
+    """Connect to the store of torch.distributed by which ranks find each other, and return it: a file, the
+    launcher's TCPStore, or the one at MASTER_ADDR and MASTER_PORT.
+    """
     world, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=JOIN_TIMEOUT_S)
     path = os.environ.get(RENDEZVOUS_FILE)
     if path:

@@ -305,7 +305,10 @@ class _Download:
                     raise
 
     def _stream(self, state: ServedState) -> None:
-        """Fetch pieces from one peer until all have come. Raises SourceFailed and OSError."""
+        """Fetch pieces of the averages from one peer, until these have come whole, from it and from others.
+
+        Raises SourceFailed and OSError.
+        """
         assert self._missing is not None, "streams start once the sizes are known"
         missing, failures = self._missing, 0
         while not (missing.is_over or self._is_closed or state.origin in self._failed):

@@ -35,6 +35,15 @@ def run(tmp_path: Path) -> RunDirectory:
     return rundir
 
 
+@pytest.fixture
+def bare(tmp_path: Path) -> RunDirectory:
+    """A run of one log and a recipe."""
+    run = RunDirectory(tmp_path / "bare").create()
+    run.recipe.write_text("[run]\n")
+    run.log(host="vm", rank=0).write_text("one\ntwo\n")
+    return run
+
+
 def write_steps(rundir: RunDirectory, first: int, end: int, *, rank: int = 0) -> None:
     with Journal(rundir.journal(rank=rank)) as journal:
         for step in range(first, end):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 from tests.operate.sync.conftest import write_steps
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
-from bloomery.config.submit import SyncSection
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import ObjectStat
-from bloomery.operate.sync import keeper, mirror, pieces, published, run_sync
-from bloomery.operate.sync.keeper import SyncKeeper, restart_pause_s
+from bloomery.operate.sync import mirror, pieces, published, run_sync
 from bloomery.operate.sync.mirror import RunMirror
 from bloomery.operate.sync.published import CheckpointPublisher
 from bloomery.operate.sync.run_sync import RunSync
@@ -51,15 +48,6 @@ class Place:
     def content(self, key: str, *, begin: int = 0) -> bytes:
         self.asked.append(("content", key))
         return self.held[key][begin:]
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> RunDirectory:
-    """A run of one log and a recipe."""
-    run = RunDirectory(tmp_path / "bare").create()
-    run.recipe.write_text("[run]\n")
-    run.log(host="vm", rank=0).write_text("one\ntwo\n")
-    return run
 
 
 LOG = "logs/vm-0.log"
@@ -334,57 +322,6 @@ def test_a_tail_tells_due_steps_and_each_refused_update(run: RunDirectory) -> No
     assert list(tail.new_lines()) == ["--:--:-- step 8 | norm 0.50 | UPDATE REFUSED"]
     write_steps(run, 12, 13)
     assert [line[15:22] for line in tail.new_lines()] == ["step 12"]
-
-
-def test_a_keeper_runs_the_command_of_its_section_and_ends_it(
-    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = SyncKeeper(bare, SyncSection(place="hf:a/b"), wait_s=lambda: 1.0, say=print)
-    words = ["-m", "bloomery", "sync", str(bare.path), "hf:a/b", "--every", "60.0", "--beside"]
-    assert plain._command[1:] == words
-    section = SyncSection(place="hf:a/b", every_minutes=2.5, checkpoints=True)
-    full = SyncKeeper(bare, section, wait_s=lambda: 0.0, say=print)
-    assert full._command[1:] == [*words[:6], "2.5", "--beside", "--checkpoints"]
-    full._command = ["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"]
-    monkeypatch.setattr(keeper, "_TICK_S", 0.01)
-    with full:
-        pass
-    assert full._process.poll() == -9, "what ignores the signal does not outlive the launcher"
-
-
-def test_the_pause_before_a_sync_is_started_again_doubles_up_to_ten_minutes() -> None:
-    pauses = [restart_pause_s(in_a_row) for in_a_row in (0, 1, 2, 5, 6, 7, 10**6)]
-    assert pauses == [10.0, 20.0, 40.0, 320.0, 600.0, 600.0, 600.0]
-
-
-def test_a_sync_that_dies_beside_a_launcher_is_started_again_and_that_is_told_once(
-    bare: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each sync writes a byte into a pipe; the first two end, and the third waits for what never comes."""
-    monkeypatch.setattr(keeper, "_FIRST_PAUSE_S", 0.0)
-    said: list[str] = []
-    kept = SyncKeeper(bare, SyncSection(place="hf:a/b"), wait_s=lambda: 0.0, say=said.append)
-    count, lives, never = (tmp_path / name for name in ("count", "lives", "never"))
-    for pipe in (lives, never):
-        os.mkfifo(pipe)
-    script = f"echo >> {count}; echo > {lives}; [ $(wc -l < {count}) = 3 ] || exit 7; cat {never}"
-    kept._command = ["sh", "-c", script]
-    with lives.open("r+b", buffering=0) as pipe_of_lives, kept:
-        assert [pipe_of_lives.read(1) for _ in range(3)] == [b"\n"] * 3
-    assert kept._process.poll() in (-9, -15) and count.read_bytes() == b"\n" * 3
-    assert len(said) == 1 and said[0].startswith("the sync of logs ended with status 7: it is started again")
-
-
-def test_a_sync_that_is_dead_at_the_end_is_started_once_more_for_the_last_lines(
-    bare: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper, "_TICK_S", 0.01)
-    told = threading.Event()
-    kept = SyncKeeper(bare, SyncSection(place="hf:a/b"), wait_s=lambda: 60.0, say=lambda line: told.set())
-    kept._command = ["sh", "-c", f"echo >> {tmp_path / 'count'}; exit 7"]
-    with kept:
-        assert told.wait(60.0)
-    assert kept._process.poll() == 7 and (tmp_path / "count").read_bytes() == b"\n\n"
 
 
 def test_a_checkpoint_that_cannot_be_held_is_told_and_tried_again(

@@ -10,6 +10,7 @@ may be of only some parts of the checkpoint: the same data files, with an index 
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -231,12 +232,16 @@ class _Upload:
         return sent
 
     def _require_all(self) -> None:
-        """Raise OSError where the store lacks a file: it may have been removed there since it was noted."""
+        """Raise OSError where the store lacks a file of the checkpoint, or has it in another size.
+
+        It may have been removed there since it was noted as sent.
+        """
         sizes = self._sender.sizes()
         for file in self._texts.files:
             if sizes.get(file.name) != file.bytes:
                 raise OSError(
-                    5, f"{self._remote.place(self.prefix + file.name)} was sent, and is not there in full now"
+                    errno.EIO,
+                    f"{self._remote.place(self.prefix + file.name)} was sent, and is not there in full now",
                 )
 
     def _remove_other_manifest(self) -> None:
