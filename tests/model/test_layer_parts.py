@@ -10,21 +10,19 @@ import torch
 from torch import nn
 
 from bloomery.config.model import ModelSection
-from bloomery.model import layers
+from bloomery.model import fp8, layers
 from bloomery.model.attention import Attention, AttentionContext, alibi_bias
 from bloomery.model.decoder import build
 from bloomery.model.dropout import BlockDropout
+from bloomery.model.fp8 import FP8_FORWARD, padded_to_tiles, to_fp8
 from bloomery.model.initial_values import InitialRule, initial_rule, initialise
 from bloomery.model.layers import (
-    FP8_FORWARD,
     LayerNorm,
     Linear,
     RMSNorm,
     linear,
     norm,
-    padded_to_tiles,
     set_matmul_mode,
-    to_fp8,
     use_fp8_matmuls,
 )
 from bloomery.model.shape import logical_shapes, resolve
@@ -176,7 +174,7 @@ def test_units_for_8_bits_are_those_of_gpus_from_ada_on(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
     x: Any = SimpleNamespace(device=torch.device(device))
-    assert layers._has_fp8_units(x) is has
+    assert fp8._has_fp8_units(x) is has
 
 
 def test_norms_are_those_that_the_recipe_names_with_its_epsilon() -> None:

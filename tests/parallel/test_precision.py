@@ -21,8 +21,8 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import EVERYTHING
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.model import layers
-from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, scaled_product, to_fp8
+from bloomery.model import fp8
+from bloomery.model.fp8 import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, scaled_product, to_fp8
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
@@ -237,7 +237,7 @@ def test_the_units_add_up_in_fewer_bits_in_the_forward_alone(monkeypatch: pytest
         fast.append(is_fast)
         return product(*factors, is_fast=is_fast)
 
-    monkeypatch.setattr(layers, "_has_fp8_units", lambda _x: True)
+    monkeypatch.setattr(fp8, "_has_fp8_units", lambda _x: True)
     monkeypatch.setattr(torch_private, "scaled_matmul", noted)
     x, weight = (torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     fp8_linear(x, weight).sum().backward()
