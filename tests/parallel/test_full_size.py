@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.parallel.fake_worlds import degrees_at, fake_world
 
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.load import load_recipe
-from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.parallel.build import build_training_model
-from bloomery.parallel.mesh import Mesh, mesh_of
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.plan.pipeline_stages import StageContents, contents_of
-from bloomery.plan.ranks import Degrees, degrees_of
+from bloomery.plan.ranks import Degrees
 
 # Ranks of the published layout (the 172B's data degree is ours), parameters, blocks of each stage.
 RUNS = {
@@ -74,12 +68,6 @@ def test_the_shards_of_a_stage_are_the_whole_of_it(name: str, stage: int) -> Non
     assert elements == contents(recipe, degrees)[stage].weights
 
 
-def degrees_at(name: str, world: int) -> Degrees:
-    degrees = degrees_of(load_recipe(name).recipe.parallel, world=world)
-    assert degrees is not None
-    return degrees
-
-
 def contents(recipe: Recipe, degrees: Degrees) -> tuple[StageContents, ...]:
     assert isinstance(recipe.model.vocabulary, int)
     return contents_of(
@@ -121,19 +109,3 @@ def build(recipe: Recipe, degrees: Degrees, *, rank: int) -> Built:
             masters_per_moment=[size + padding for size in held.values()],
             entries=entries,
         )
-
-
-@contextmanager
-def fake_world(degrees: Degrees, *, rank: int, parallel: ParallelSection) -> Iterator[Mesh]:
-    """The mesh of a rank whose process group is as large as it should be, and exchanges nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=degrees.world, store=FakeStore())
-    try:
-        yield mesh_of(
-            degrees,
-            rank=rank,
-            device=torch.device("meta"),
-            chunks=parallel.chunks,
-            schedule=parallel.schedule,
-        )
-    finally:
-        dist.destroy_process_group()

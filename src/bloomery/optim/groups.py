@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.config.optim import OptimSection
+from bloomery.plan.weight_buffers import ALIGNMENT, aligned
 
 Rule = Literal["muon", "matrix", "embedding", "head", "plain"]
 """The rules. muon and matrix are the blocks' weights, under Muon or AdamW. embedding includes learned
 positions. head is the output's own weight. plain are norms and biases, which are never decayed. All except
 muon use AdamW.
 """
-
-ALIGNMENT = 64
-"""Each parameter starts at a multiple of this number of elements, so every fp32 view is 256-byte aligned."""
-
 
 Share = Literal["whole", "split", "partial", "echoed", "echo"]
 """What one rank's copy of a parameter is to the other ranks. whole: every tensor-parallel rank has all of
@@ -200,8 +197,8 @@ def _group(
                     offset=piece.offset,
                 )
             )
-        start += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-    part = -(-start // (ALIGNMENT * shards)) * ALIGNMENT
+        start += aligned(math.prod(shape))
+    part = aligned(start, ALIGNMENT * shards) // shards
     return GroupLayout(
         rule=rule,
         share=share,
