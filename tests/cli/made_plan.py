@@ -15,8 +15,9 @@ from bloomery.plan.overview import Draft, Plan, RunTotals, Speed
 from bloomery.plan.parameters import BlockParameters, ModelParameters
 from bloomery.plan.peer_round import Round
 from bloomery.plan.request import Request
-from bloomery.plan.step_time import StepTime, Traffic
+from bloomery.plan.step_time import StepTime
 from bloomery.plan.timeline import Milestone, Stretch
+from bloomery.plan.traffic import Traffic
 
 RECIPE = """
 [run]
@@ -112,7 +113,10 @@ def made_plan(**changes: object) -> Plan:
             hardware_teraflops=120.5, model_teraflops=90.5, hardware_teraflops_range=(101.0, 141.0),
             model_teraflops_range=(81.0, 99.0), mfu=0.2905, hfu=0.3865,
         ),
-        traffic=of(Traffic, 1.1e3, 2.2e6, 3.3e9, 4.4e12, 999.0, 6.6e6),
+        traffic=of(
+            Traffic, 1_234, 22, 33, 1, 2, 1.1e3, 2.2e6, 3.3e9, 5.5e9, 112.0,
+            4.4e12, 999.0, 6.6e6, 7.7e6, 500.0,
+        ),
         whole=RunTotals(
             steps=3_000, samples=28_000, tokens=896_000, training_days=6.1, saving_hours=1.2,
             evaluation_hours=2.3, failure_hours=3.4, exchange_hours=4.5, days=7.1, days_low=1.5,

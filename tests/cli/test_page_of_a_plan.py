@@ -195,7 +195,7 @@ def test_every_figure_of_the_json_is_the_plans() -> None:
                       "mlp": 1_500, "matrices": 2_700, "total": 2_837},
         },
         "speed": asdict(plan.speed),
-        "traffic": asdict(plan.traffic) | {"total_bytes": pytest.approx(4.4e12 + 999.0 + 6.6e6)},
+        "traffic": asdict(plan.traffic) | {"total_bytes": pytest.approx(4.4e12 + 1_499.0 + 14.3e6)},
         "run": asdict(plan.whole) | {"last_step": words},
         "checkpoints": asdict(CHECKPOINTS),
         "between_peers": asdict(PEERS),

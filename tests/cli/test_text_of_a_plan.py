@@ -49,11 +49,13 @@ one step of the full batch
   speed       22,346 tokens/s, 1,234.50 samples/s, 932 tokens/s each
 
 sent in one step
-  axis      busiest rank  all ranks
-  ─────────────────────────────────
-  tensor         1.10 kB    4.40 TB
-  pipeline       2.20 MB      999 B
-  data           3.30 GB    6.60 MB
+  axis       calls of a rank  busiest rank  all ranks
+  ───────────────────────────────────────────────────
+  tensor               1,234       1.10 kB    4.40 TB
+  pipeline                22       2.20 MB      999 B
+  data                    33       3.30 GB    6.60 MB
+  embedding                1       5.50 GB    7.70 MB
+  world                    2         112 B      500 B
 
 between peers
   round        64 inner steps, 20.5 min, then 45 s of exchange among 5 peers

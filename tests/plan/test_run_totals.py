@@ -11,13 +11,13 @@ from bloomery.config.load import load_recipe
 from bloomery.plan import overview
 from bloomery.plan.hardware import SiteLink, load_hardware
 from bloomery.plan.layout import bubble_share
-from bloomery.plan.overview import Plan, make_plan
+from bloomery.plan.overview import Plan, make_plan, shape_of
 from bloomery.plan.parameters import token_cost
 from bloomery.plan.peer_round import average_error, codec_of_partial_sums, outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_at_end, phase_at, steps_of_peer
-from bloomery.plan.step_time import step_traffic
 from bloomery.plan.timeline import ramp_up_cost, seconds_at_step, step_at_sample, total_seconds
+from bloomery.plan.traffic import step_traffic
 
 A100 = load_hardware("a100-80g")
 STEPS = ("optim.name=adamw", "train.steps=1000", "train.tokens=0", "schedule.unit=steps")
@@ -112,8 +112,9 @@ def test_bubble_and_traffic_are_those_of_the_full_batch_too() -> None:
     assert (first.micro_batches, last.micro_batches) == (2, 4)
     assert plan.speed.bubble_share == bubble_share(draft.work.layout, 4) == pytest.approx(1 / 5)
     assert plan.speed.step_s == last.step.seconds != first.step.seconds
-    sent = step_traffic(draft.work, draft.parameters, draft.stages, micro_batches=4, recompute="full")
-    assert plan.traffic == sent and draft.work.micro_batch == 2
+    shape = shape_of(draft)
+    assert (shape.micro_batches, shape.phase.micro_batch, shape.phase.recompute) == (4, 2, "full")
+    assert plan.traffic == step_traffic(shape) and draft.work.micro_batch == 2
 
 
 def test_the_worst_stage_is_the_one_that_needs_most() -> None:

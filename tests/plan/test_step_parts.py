@@ -26,7 +26,7 @@ from tests.plan.test_step_time import (
 from bloomery.plan.block_cost import Workload, attention_passes, elementwise_pass
 from bloomery.plan.hardware import Hardware, Storage
 from bloomery.plan.layout import Layout
-from bloomery.plan.step_time import HOST_BYTES_PER_S, StepTime, stages_for, step_time, step_traffic
+from bloomery.plan.step_time import HOST_BYTES_PER_S, StepTime, step_time
 
 
 def test_the_update_is_time_of_memory() -> None:
@@ -103,14 +103,6 @@ def test_muon_takes_as_long_as_the_stage_with_the_most_blocks() -> None:
     first, last = (Layout(pipeline=2, blocks=blocks, head_rank=1) for blocks in ((7, 1), (1, 7)))
     both = [update_s(layout, muon=5) - update_s(layout) for layout in (first, last)]
     assert both[0] == pytest.approx(both[1]) and both[0] > 0.0
-
-
-@pytest.mark.parametrize(("own", "of_phase", "exchanges"), [("full", "none", 6), ("none", "full", 4)])
-def test_a_stage_sends_for_what_it_recomputes_itself(own: str, of_phase: str, exchanges: int) -> None:
-    layout = Layout(tensor=2, pipeline=2, blocks=(5, 3), head_rank=1, recompute=(own, own))
-    work = of(layout)
-    sent = step_traffic(work, PARAMETERS, stages_for(work, PARAMETERS), micro_batches=3, recompute=of_phase)
-    assert sent.tensor_bytes == pytest.approx(3 * (5 * exchanges + 1) * STREAM)
 
 
 def test_stages_update_and_exchange_as_long_as_the_one_that_holds_the_most() -> None:

@@ -25,7 +25,7 @@ from bloomery.plan.memory import (
     stage_memory,
 )
 from bloomery.plan.parameters import ModelParameters, count_parameters, ffn_width
-from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
+from bloomery.plan.step_time import StepTime, stages_for, step_time
 
 PRODUCTS, ATTENTION = 50e12, 25e12  # operations a second
 MEMORY, LINK, NETWORK = 1e15, 1e11, 2e10  # bytes a second: of a rank, of a rank's link, of a machine
@@ -263,44 +263,6 @@ def test_what_a_pipeline_idles_and_sends_is_one_part_of_a_step() -> None:
     parts = dict.fromkeys((field.name for field in fields(StepTime)), 0.0)
     made = StepTime(**{**parts, "compute_s": 3.0, "pipeline_bubble_s": 2.0, "pipeline_transfer_s": 2.0})
     assert made.bottleneck == "PP bubble" and made.seconds == 7.0
-
-
-def test_bytes_on_each_axis() -> None:
-    layout = Layout(tensor=2, pipeline=4, data=4, zero=3, shard=2, blocks=(3, 2, 2, 1), head_rank=3)
-    work, micro_batches = of(layout), 6
-    stages = stages_for(work, PARAMETERS)
-    for recompute, exchanges in (("none", 4), ("full", 6)):
-        sent = step_traffic(work, PARAMETERS, stages, micro_batches=micro_batches, recompute=recompute)
-        reduced = 2 * STREAM / 2 * micro_batches
-        tensor = [reduced * (exchanges * blocks + end) for blocks, end in ((3, 1), (2, 0), (2, 0), (1, 1))]
-        assert sent.tensor_bytes == pytest.approx(max(tensor))
-        assert sent.all_tensor_bytes == pytest.approx(8 * sum(tensor))
-        hop = micro_batches * STREAM
-        assert sent.pipeline_bytes == pytest.approx(2 * hop)
-        assert sent.all_pipeline_bytes == pytest.approx(2 * 3 * hop * 8)
-        of_stages = [rank_parameters(PARAMETERS, stage, work) for stage in stages]
-        # Each micro-batch: gradients to one of two shards, weights from it twice; then shards between pairs.
-        data = [(4 / 2 + micro_batches * 4 / 2 + 2 * micro_batches * 2 / 2) * count for count in of_stages]
-        assert sent.data_bytes == pytest.approx(max(data))
-        assert sent.all_data_bytes == pytest.approx(8 * sum(data))
-        axes = sent.all_tensor_bytes + sent.all_pipeline_bytes + sent.all_data_bytes
-        assert sent.total_bytes == pytest.approx(axes)
-
-
-@pytest.mark.parametrize(("pipeline", "chunks", "most"), [(2, 1, 1), (3, 1, 2), (2, 2, 4), (1, 1, 0)])
-def test_a_rank_sends_over_every_boundary_of_its_chunks(pipeline: int, chunks: int, most: int) -> None:
-    layout = Layout(pipeline=pipeline, chunks=chunks)
-    sent = step_traffic(
-        of(layout), PARAMETERS, stages_for(of(layout), PARAMETERS), micro_batches=3, recompute="none"
-    )
-    assert sent.pipeline_bytes == pytest.approx(most * 3 * STREAM)
-    assert sent.all_pipeline_bytes == pytest.approx(2 * (pipeline * chunks - 1) * 3 * STREAM)
-    assert sent.tensor_bytes == sent.all_tensor_bytes == sent.data_bytes == sent.all_data_bytes == 0
-
-
-def test_one_replica_sends_nothing_over_the_data_axis_and_plain_ones_all_reduce() -> None:
-    assert data_parallel_bytes(of(Layout()), 1000.0, 4) == 0.0
-    assert data_parallel_bytes(of(Layout(data=4)), 1000.0, 4) == pytest.approx(2 * 3 / 4 * 4000)
 
 
 def test_parameters_of_the_model_are_those_of_its_matrices() -> None:

@@ -19,7 +19,7 @@ FORMULAS = {
     "hardware_teraflops": "96·B·s·l·h²(1 + s/6h + v/16lh)/(t·n·10¹²) with full recomputation",
     "model_teraflops": "72·B·s·l·h²(1 + s/6h + v/12lh)/(t·n·10¹²)",
     "bubble_share": "(p − 1)/(m + p − 1), with p − 1 divided by v chunks",
-    "traffic": "ring: 2(n − 1)/n of what is all-reduced, (n − 1)/n of what is gathered or scattered",
+    "traffic": "ring: 2(n − 1)/n of what is all-reduced, (n − 1)/n of what is gathered, scattered or reduced",
     "checkpoints": "full 14P, weights 2P; best interval √(2·blocking·M); lost share "
     "1 − T/(M·e^(R/M)·(e^((T + blocking)/M) − 1)), M between failures, R to be back (Daly, 2006)",
     "days": "training + saves + evaluations + exchanges + failures (training/(1 − lost share) less training "

@@ -196,9 +196,10 @@ def _step(plan: Plan) -> str:
 
 def _traffic(plan: Plan) -> str:
     traffic = plan.traffic
-    rows = [["axis", "busiest rank", "all ranks"]]
-    for name in ("tensor", "pipeline", "data"):
-        rows.append([name, *(_bytes(getattr(traffic, f"{whose}{name}_bytes")) for whose in ("", "all_"))])
+    rows = [["axis", "calls of a rank", "busiest rank", "all ranks"]]
+    for name in ("tensor", "pipeline", "data", "embedding", "world"):
+        sent = (_bytes(getattr(traffic, f"{whose}{name}_bytes")) for whose in ("", "all_"))
+        rows.append([name, f"{getattr(traffic, f'{name}_calls'):,}", *sent])
     return rows_text(rows, left=(0,))
 
 

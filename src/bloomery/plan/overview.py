@@ -10,14 +10,16 @@ from bloomery.frozen import dataclass
 from bloomery.plan.advice import advice
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.checkpoint_plan import DAY_S, MOST_LOST, CheckpointPlan, plan_checkpoints
+from bloomery.plan.collectives import StepShape, step_shape
 from bloomery.plan.hardware import GIB, SiteLink
 from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
 from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory
 from bloomery.plan.parameters import ModelParameters, count_parameters, forward_cost, teraflops, token_cost
 from bloomery.plan.peer_round import Round, plan_round
+from bloomery.plan.ranks import Degrees
 from bloomery.plan.request import Request, data_degrees, refuse_impossible, vocabulary_of
 from bloomery.plan.schedule import Phase, phases
-from bloomery.plan.step_time import HIGH, LOW, Traffic, stages_for, step_traffic
+from bloomery.plan.step_time import HIGH, LOW, stages_for
 from bloomery.plan.timeline import (
     Milestone,
     Stretch,
@@ -28,6 +30,7 @@ from bloomery.plan.timeline import (
     walk_run,
     workload_at_phase,
 )
+from bloomery.plan.traffic import Traffic, step_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,17 +176,28 @@ def make_plan(request: Request) -> Plan:
         draft=draft,
         assumptions=tuple(assumptions),
         speed=_speed(draft),
-        traffic=step_traffic(
-            work,
-            parameters,
-            stages,
-            micro_batches=course[-1].micro_batches,
-            recompute=recipe.train.recompute,
-        ),
+        traffic=step_traffic(shape_of(draft)),
         whole=whole,
         between_peers=round_of(draft),
         calendar=tuple(milestones(recipe, course, pace=pace, data_tokens=request.data_tokens)),
         warnings=tuple(advice(draft)),
+    )
+
+
+def shape_of(draft: Draft) -> StepShape:
+    """Return what the collectives of a step of the full batch depend on."""
+    recipe, work = draft.request.recipe, draft.work
+    layout = work.layout
+    return step_shape(
+        recipe,
+        Degrees(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor, shard=layout.shards),
+        Phase(
+            global_batch=draft.course[-1].micro_batches * work.micro_batch * layout.data,
+            micro_batch=work.micro_batch,
+            precision=work.precision,
+            recompute=recipe.train.recompute,
+        ),
+        vocabulary=work.vocabulary,
     )
 
 

@@ -1,4 +1,4 @@
-"""Predicts the time of one optimizer step on a layout, its bottleneck, and the bytes each rank sends.
+"""Predicts the time of one optimizer step on a layout, and its bottleneck.
 
 A step is m micro-batches through the slowest stage, filling and draining the pipeline, the reduction over the
 data-parallel ranks, and the update. It also waits for the slowest node.
@@ -22,8 +22,6 @@ from bloomery.plan.block_cost import (
     internode_bytes_per_s,
     moving_s,
     muon_s,
-    residual_bytes,
-    ring_bytes,
     ring_s,
 )
 from bloomery.plan.layout import StageParameters, bubble_slots, stage_parameters
@@ -272,20 +270,6 @@ def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
     )
 
 
-def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
-    """Return the bytes that one rank, which holds `held` parameters, sends over the data axis in one step."""
-    layout = work.layout
-    if layout.data == 1:
-        return 0.0
-    across = ring_bytes(held * 4 / layout.shards, layout.data // layout.shards, passes=2)
-    if layout.shards == 1:
-        return across
-    gradients = ring_bytes(held * 4, layout.shards, passes=1)
-    weights = ring_bytes(held * work.value_bytes, layout.shards, passes=1)
-    times = exchanges_of(layout.zero, micro_batches)
-    return across + times.scattered * gradients + times.gathered * weights
-
-
 def _update_s(
     work: Workload, held: float, stages: tuple[StageParameters, ...], *, micro_batches: int
 ) -> float:
@@ -306,60 +290,3 @@ def _waiting_share(work: Workload) -> float:
     """Return how much later than the mean the slowest node ends: jitter × sqrt(2 ln nodes)."""
     nodes = work.layout.nodes
     return work.hardware.operation.step_jitter * math.sqrt(2 * math.log(nodes)) if nodes > 1 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes sent in a step: by the rank that sends the most on each axis, and by all ranks together."""
-
-    tensor_bytes: float
-    pipeline_bytes: float
-    data_bytes: float
-    all_tensor_bytes: float
-    all_pipeline_bytes: float
-    all_data_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        """The bytes of all ranks on all axes."""
-        return self.all_tensor_bytes + self.all_pipeline_bytes + self.all_data_bytes
-
-
-def step_traffic(
-    work: Workload,
-    parameters: ModelParameters,
-    stages: tuple[StageParameters, ...],
-    *,
-    micro_batches: int,
-    recompute: str,
-) -> Traffic:
-    """Return the traffic of one step of `micro_batches` for each replica."""
-    layout = work.layout
-    tensor = [_stage_tensor_bytes(work, stage, micro_batches, recompute) for stage in stages]
-    data = [
-        data_parallel_bytes(work, rank_parameters(parameters, stage, work), micro_batches) for stage in stages
-    ]
-    hop = micro_batches * boundary_bytes(work)
-    # Chunks pass every boundary, and between two chunks that from the last stage back to the first.
-    hops = (layout.pipeline * layout.chunks - 1) if layout.pipeline > 1 else 0
-    most_hops = 2 * layout.chunks if layout.pipeline > 2 or layout.chunks > 1 else 1
-    ranks = layout.tensor * layout.data
-    return Traffic(
-        tensor_bytes=max(tensor),
-        pipeline_bytes=hop * most_hops if layout.pipeline > 1 else 0.0,
-        data_bytes=max(data),
-        all_tensor_bytes=sum(tensor) * ranks,
-        all_pipeline_bytes=2 * hop * hops * ranks,
-        all_data_bytes=sum(data) * ranks,
-    )
-
-
-def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: int, recompute: str) -> float:
-    """Return the bytes of two all_reduces forward and two backward in each block, two more if forward is
-    repeated.
-    """
-    if work.layout.tensor == 1:
-        return 0.0
-    exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
-    exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
-    return micro_batches * exchanges * ring_bytes(residual_bytes(work), work.layout.tensor, passes=2)
