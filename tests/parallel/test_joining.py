@@ -107,8 +107,9 @@ def test_the_mesh_is_made_for_the_stages_of_the_schedule(
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(mesh_module, "mesh_of", lambda *told, **more: given.append(more) or Mesh(device=CPU))
-    join_mesh(ParallelSection(pipeline=2, chunks=2, schedule="zbv"))
-    assert given == [{"rank": 3, "device": CPU, "chunks": 2, "schedule": "zbv"}]
+    join_mesh(ParallelSection(pipeline=2, chunks=2, schedule="zbv"), ties_embedding=False)
+    layout = {"chunks": 2, "schedule": "zbv", "ties_embedding": False}
+    assert given == [{"rank": 3, "device": CPU} | layout]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from bloomery.errors import TrainingFailed
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
 from bloomery.parallel import mesh as mesh_module
 from bloomery.parallel.mesh import mesh_of
+from bloomery.parallel.pipeline_schedule import p2p_channels
 from bloomery.plan.ranks import Degrees, degrees_of
 
 
@@ -56,6 +57,27 @@ def test_a_rank_outside_of_all_groups_of_a_split_has_no_group(splits: list[list[
     assert middle.embedding.group is None and middle.embedding.ranks == (1,)
     last = mesh_of(degrees, rank=3, device=torch.device("cuda"))
     assert last.embedding.group is not None and last.embedding.ranks == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("ties", "schedule", "chunks", "pairs"),
+    [(True, "1f1b", 1, 1), (False, "1f1b", 1, 0), (True, "zbv", 2, 0), (True, "interleaved", 2, 1)],
+)
+def test_the_ends_of_a_pipeline_have_a_group_only_where_they_share_an_embedding(
+    ties: bool, schedule: str, chunks: int, pairs: int, splits: list[list[list[int]]]
+) -> None:
+    mesh = mesh_of(
+        Degrees(pipeline=3, data=1, tensor=1),
+        rank=0,
+        device=torch.device("cuda"),
+        schedule=schedule,
+        chunks=chunks,
+        ties_embedding=ties,
+    )
+    assert mesh.embedding.ranks == ((0, 2) if pairs else (0,))
+    assert (mesh.embedding.group is not None) == bool(pairs)
+    # Beside it one for the pipeline, and one for each channel between its ranks.
+    assert len(splits) == 1 + len(p2p_channels(pipeline=3, chunks=chunks, schedule=schedule)) + pairs
 
 
 def test_a_rank_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

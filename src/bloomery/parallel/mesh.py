@@ -33,6 +33,7 @@ from bloomery.parallel.rendezvous import (
     raising_rank_lost,
     rendezvous,
 )
+from bloomery.plan.pipeline_stages import rank_of_stage
 from bloomery.plan.ranks import (
     OUTERMOST_FIRST,
     Degrees,
@@ -53,8 +54,8 @@ class Mesh:
 
     rank, world: this rank, and the number of ranks of the peer.
     pipeline, data, tensor: the three axes, outermost first.
-    embedding: the first and last pipeline stage, which share a tied embedding; degree 1 on the stages between
-        them, and where there is one stage.
+    embedding: the ranks of the first and the last pipeline stage, which share a tied embedding; degree 1 on
+        the ranks between them, where one rank has both ends, and where the embedding is not tied.
     shard: the part of the data axis that divides one copy of what ZeRO shards; degree 1 without sharding.
     replica: the ranks of the data axis that hold the same shard; the whole data axis without sharding.
     channels: the point-to-point channels of the pipeline that this rank sends or receives on, each with a
@@ -172,11 +173,13 @@ def join_mesh(
     *,
     recipe: Mapping[str, str] | None = None,
     choices: Callable[[torch.device], Mapping[str, str]] = lambda device: {},
+    ties_embedding: bool = True,
 ) -> Mesh:
     """Return the mesh of the ranks that the launcher's environment describes; one rank without a launcher.
 
     recipe: all settings by key, which must be equal on all ranks.
     choices: what a device makes of the settings that say 'auto' and must be resolved alike on all ranks.
+    ties_embedding: see `mesh_of`.
     Raises TrainingFailed, on every rank within seconds, if the degrees do not multiply to the number of
     ranks, a rank lacks a device, has another recipe or resolves 'auto' differently, or a tensor-parallel
     group crosses nodes. Collective over the peer.
@@ -204,16 +207,31 @@ def join_mesh(
             rendezvous(store, own, rank=rank, world=world, check=lambda all_: _check_hosts(degrees, all_))
             _init_process_group(store, rank=rank, world=world, device=device)
     assert degrees is not None, "a rank without degrees has refused"
-    mesh = mesh_of(degrees, rank=rank, device=device, chunks=parallel.chunks, schedule=parallel.schedule)
+    mesh = mesh_of(
+        degrees,
+        rank=rank,
+        device=device,
+        chunks=parallel.chunks,
+        schedule=parallel.schedule,
+        ties_embedding=ties_embedding,
+    )
     return replace(mesh, store=store)
 
 
 def mesh_of(
-    degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 1, schedule: str = "1f1b"
+    degrees: Degrees,
+    *,
+    rank: int,
+    device: torch.device,
+    chunks: int = 1,
+    schedule: str = "1f1b",
+    ties_embedding: bool = True,
 ) -> Mesh:
     """Make the axes' process groups inside the default one and return the mesh around `rank`.
 
     chunks: stages on each pipeline rank. schedule: the pipeline schedule, which says where each stage is.
+    ties_embedding: whether the model's head is its embedding; otherwise nothing is sent between the ends of a
+        pipeline, and they get no group.
     Collective over the peer: every rank makes every group, in the same order.
     """
     axes = {axis: _axis(degrees.groups(axis), rank, device) for axis in OUTERMOST_FIRST}
@@ -224,11 +242,13 @@ def mesh_of(
         shard = _axis(degrees.shard_groups(), rank, device)
         replica = _axis(degrees.replica_groups(), rank, device)
     pipelines = degrees.groups("pipeline") if degrees.pipeline > 1 else ()
+    last = rank_of_stage(degrees.pipeline * chunks - 1, pipeline=degrees.pipeline, schedule=schedule)
+    ends = [(ranks[0], ranks[last]) for ranks in pipelines] if ties_embedding and last else []
     return Mesh(
         rank=rank,
         world=degrees.world,
         device=device,
-        embedding=_axis([(ranks[0], ranks[-1]) for ranks in pipelines], rank, device),
+        embedding=_axis(ends, rank, device),
         shard=shard,
         replica=replica,
         channels=_open_channels(pipelines, rank, device, chunks=chunks, schedule=schedule),

@@ -62,6 +62,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             recipe.parallel,
             recipe=settings_of(recipe),
             choices=lambda device: _choices(recipe, device),
+            ties_embedding=recipe.model.tied,
         )
         stack.callback(mesh.close)
         stack.enter_context(deterministic_kernels(wanted=recipe.train.deterministic))
