@@ -152,6 +152,20 @@ def test_the_benchmark_of_pipelines_compares_the_same_model_under_both_schedules
     assert all(line["value"] > 0 for line in lines if "speed" in line["name"])
 
 
+def test_the_benchmark_of_starts_has_ranks_meet_and_one_make_a_step():
+    command = [sys.executable, BENCHMARKS / "start_384.py", "--json", "--ranks", "3"]
+    small = ("model.hidden=448", "model.ffn=1792", "train.global_batch=192", "train.ramp_up=[8,8,1000000]")
+    command += [part for one in small for part in ("--setting", one)]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+    lines = {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
+    assert len(lines) == 5 and all(set(line) == KEYS for line in lines.values()), ended.stderr
+    assert all(line["value"] > 0 for line in lines.values())
+    # Each writes its introduction and rank 0 its verdict; rank 0 reads all, and the others the verdict.
+    assert "get 5, set 4;" in lines["start: calls of the store, all ranks"]["reference"]
+
+
 def test_the_benchmark_of_accelerators_runs_on_a_machine_without_one():
     command = [sys.executable, BENCHMARKS / "gpu.py", "--json", "--tiny", "--parts", "speed", "--no-peers"]
 

@@ -186,16 +186,14 @@ def make_plan(request: Request) -> Plan:
 
 def shape_of(draft: Draft) -> StepShape:
     """Return what the collectives of a step of the full batch depend on."""
-    recipe, work = draft.request.recipe, draft.work
-    layout = work.layout
+    recipe, work, layout = draft.request.recipe, draft.work, draft.work.layout
     return step_shape(
         recipe,
         Degrees(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor, shard=layout.shards),
-        Phase(
+        replace(
+            phases(recipe.train)[-1][1],
             global_batch=draft.course[-1].micro_batches * work.micro_batch * layout.data,
-            micro_batch=work.micro_batch,
             precision=work.precision,
-            recompute=recipe.train.recompute,
         ),
         vocabulary=work.vocabulary,
     )
