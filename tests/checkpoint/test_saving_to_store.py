@@ -25,7 +25,8 @@ from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageErro
 from bloomery.events.incarnation import read_incarnations
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 NAME = "mine"
 

@@ -15,7 +15,8 @@ from bloomery.checkpoint.format.state import StateSnapshot
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.train import checkpoint_store
-from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import Restored, RunStateToSave
 
 RESTORED = Restored(step=6, incarnation=2, directory=Path("step-000006.i002"), values={}, about={})
 Calls = list[tuple[Any, ...]]
