@@ -378,7 +378,7 @@ def _refuse_no_directory(url: str) -> None:
     path = directory_of(url)
     if not path.is_dir():
         problem = "is no directory" if path.exists() else "does not exist"
-        raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path.")
+        raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path. Is its disk mounted?")
 
 
 def _is_etag(mark: str) -> bool:
