@@ -11,15 +11,17 @@ from bloomery.kernels.rules import Tiles, tiles_for
 
 TENSORS = {
     **dict.fromkeys(("starts", "ends", "row_keys", "column_keys"), "*i32"),
-    **dict.fromkeys(("slopes", "log_partition", "correction", "cross_entropy", "z"), "*fp32"),
+    **dict.fromkeys(("slopes", "log_partition", "correction", "cross_entropy", "z", "total"), "*fp32"),
     "targets": "*i64",
 }
-NUMBERS = {"scale": "fp32", "kept": "fp32", "z_loss": "fp32", "threshold": "i32"}
+NUMBERS = {"scale": "fp32", "kept": "fp32", "z_loss": "fp32", "threshold": "i32", "count": "i64"}
 RULES = ("HAS_DOCUMENTS", "HAS_SLOPES", "DROPS")
 
 
 def compiled(kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: int) -> dict[str, Any]:
-    """Return the bytes of shared memory that a kernel takes, and whether it uses the units for products."""
+    """Return the bytes of shared memory that a kernel takes, whether it uses the units for products, and
+    whether its threads write 16 bytes at once.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -28,12 +30,17 @@ def compiled(kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: i
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if kinds[name].startswith("*") or (kinds[name] == "i32" and name not in NUMBERS)
+        if kinds[name].startswith("*") or name == "count" or (kinds[name] == "i32" and name not in NUMBERS)
     }
     source = ASTSource(fn=kernel, signature=kinds, constexprs=dict(constants), attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"shared": program.metadata.shared, "uses_units": "wgmma" in program.asm["ptx"]}
+    code = program.asm["ptx"]
+    return {
+        "shared": program.metadata.shared,
+        "uses_units": "wgmma" in code,
+        "writes_16_bytes": "st.global.v4.b32" in code,
+    }
 
 
 def _kind(name: str, constants: Mapping[str, Any]) -> str:
@@ -65,6 +72,7 @@ def of_attention(width: int, rules: tuple[bool, bool, bool]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from bloomery.kernels.triton_accumulate import BLOCK, WARPS, _add_widened
     from bloomery.kernels.triton_loss import _write_slopes
 
     found = {
@@ -73,4 +81,8 @@ if __name__ == "__main__":
         for rules in ((False, True, False), (True, False, False), (True, True, True))
     }
     found["loss"] = {"": compiled(_write_slopes, {"VOCABULARY": 131_072, "BLOCK": 8192}, warps=8, stages=3)}
+    found["sums"] = {
+        name: compiled(_add_widened, {"ADDS": adds, "BLOCK": BLOCK}, warps=WARPS, stages=3)
+        for name, adds in (("first", False), ("further", True))
+    }
     sys.stdout.write(json.dumps(found) + "\n")

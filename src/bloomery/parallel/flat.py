@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.model.decoder import Decoder
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.accumulate import add_gradient
 from bloomery.parallel.axis import PendingCollective
 from bloomery.parallel.mesh import Mesh
 
@@ -206,12 +207,8 @@ class FlatGroup:
             self._summed = torch.zeros(self.layout.numel, device=self._device)
             self._untouched, self._awaited = set(self._placements), set(self._placements)
         destination = self._summed[place.start : place.start + place.numel].view(place.shape)
-        if parameter in self._untouched:
-            # Copying saves a pass over memory that zeroing and adding would take.
-            destination.copy_(parameter.grad)
-            self._untouched.discard(parameter)
-        else:
-            destination.add_(parameter.grad)
+        add_gradient(destination, parameter.grad, is_first=parameter in self._untouched)
+        self._untouched.discard(parameter)
         parameter.grad = None
         if is_last:
             self._awaited.discard(parameter)
