@@ -17,6 +17,7 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy
+from bloomery.model.initial_filling import InitialBox
 from bloomery.model.initial_values import bigram_factors
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
@@ -366,19 +367,22 @@ def test_each_box_is_filled_by_its_logical_name_and_place_and_then_the_weights_a
     ]
     model.weights.state_entries = lambda: entries  # type: ignore[method-assign, assignment, return-value]
     model.weights.copy_masters_to_working = calls.of("rounded")  # type: ignore[method-assign]
-    monkeypatch.setattr(built, "fill_initial", calls.of("filled"))
+    monkeypatch.setattr(
+        built, "fill_initial", lambda boxes, **more: calls.seen.append(("filled", list(boxes), more))
+    )
+    monkeypatch.setattr(built, "processors_of_a_rank", lambda: 2.7)
     monkeypatch.setattr(
         TrainingModel, "_fill_from_bigrams", lambda self, names, make: calls.seen.append(names)
     )
     model.initialise(seed=5, bigrams=lambda: pytest.fail("what counts them calls it"))
     wanted = [
-        ("filled", e.tensor, e.tensor,
-         {"global_shape": (8, 4), "offset": e.box.offset, "model": model.decoder.model, "seed": 5})
-        for e in entries
-    ]  # fmt: skip
+        InitialBox(tensor=e.tensor, name=e.tensor, global_shape=(8, 4), offset=e.box.offset) for e in entries
+    ]
     counted = ("embedding.weight", "head.weight")
-    expected: list[Any] = [wanted[1], counted] if init == "bigram" else wanted
-    assert calls.seen == [*expected, ("rounded",)]
+    boxes = wanted[1:2] if init == "bigram" else wanted
+    filled = ("filled", boxes, {"model": model.decoder.model, "seed": 5, "threads": 3})
+    rest: list[Any] = [counted] if init == "bigram" else []
+    assert calls.seen == [filled, *rest, ("rounded",)]
 
 
 def test_a_micro_batch_that_is_computed_once_more_leaves_its_digest_alone() -> None:
