@@ -12,7 +12,8 @@ from torch import nn
 from bloomery.config.optim import OptimSection
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel.axis import Axis, PendingCollective
-from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage, gather_around
+from bloomery.parallel.block_weights import gather_around
+from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage
 from bloomery.parallel.gradient_buckets import GradientBuckets, _buckets_of
 from bloomery.parallel.mesh import Mesh
 

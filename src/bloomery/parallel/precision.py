@@ -21,12 +21,12 @@ from bloomery.model.layers import matmul_mode_for
 from bloomery.optim.clip import CountedGradient, GradientFacts, examine, squared_norms
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
+from bloomery.parallel.block_weights import gather_around
 from bloomery.parallel.flat import (
     WHOLE_ON_DEVICE,
     FlatGroup,
     ReductionsInFlight,
     WeightStorage,
-    gather_around,
     tied_head_of,
     weak_hook,
 )
