@@ -64,11 +64,17 @@ def model_of(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "storage", "bucket_bytes", "overlaps"),
+    ("parallel", "storage", "bucket_bytes", "overlaps", "prefetch_blocks"),
     [
-        (ParallelSection(overlap=False, bucket_mb=2.5), WeightStorage(), 2_500_000, False),
-        (ParallelSection(offload="cpu", zero=1), WeightStorage(zero=1, offload=True), 25_000_000, True),
-        (ParallelSection(working="by-block"), WeightStorage(rounds_by_block=True), 25_000_000, True),
+        (ParallelSection(overlap=False, bucket_mb=2.5), WeightStorage(), 2_500_000, False, 2),
+        (ParallelSection(offload="cpu", zero=1), WeightStorage(zero=1, offload=True), 25_000_000, True, 2),
+        (
+            ParallelSection(working="by-block", prefetch_blocks=3),
+            WeightStorage(rounds_by_block=True),
+            25_000_000,
+            True,
+            3,
+        ),
     ],
 )
 def test_masters_are_stored_and_summed_as_the_recipe_says(
@@ -76,6 +82,7 @@ def test_masters_are_stored_and_summed_as_the_recipe_says(
     storage: WeightStorage,
     bucket_bytes: int,
     overlaps: bool,
+    prefetch_blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, Any] = {}
@@ -92,6 +99,7 @@ def test_masters_are_stored_and_summed_as_the_recipe_says(
         "names": tuple(logical_shapes(model.decoder.model)),
         "bucket_bytes": bucket_bytes,
         "overlaps": overlaps,
+        "prefetch_blocks": prefetch_blocks,
         "working": torch.float16,
     }
 

@@ -339,6 +339,7 @@ def _split_into_masters(
         names=tuple(logical_shapes(decoder.model)),
         bucket_bytes=round(parallel.bucket_mb * 1e6),
         overlaps=parallel.overlap,
+        prefetch_blocks=parallel.prefetch_blocks,
     )
 
 
