@@ -13,20 +13,26 @@ TENSORS = {
     **dict.fromkeys(("starts", "ends", "row_keys", "column_keys"), "*i32"),
     **dict.fromkeys(("slopes", "log_partition", "correction", "cross_entropy", "z", "total"), "*fp32"),
     "targets": "*i64",
+    "scale_of_x": "*fp32",
 }
 NUMBERS = {"scale": "fp32", "kept": "fp32", "z_loss": "fp32", "threshold": "i32", "count": "i64"}
 RULES = ("HAS_DOCUMENTS", "HAS_SLOPES", "DROPS")
 
 
-def compiled(kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: int) -> dict[str, Any]:
-    """Return the bytes of shared memory that a kernel takes, whether it uses the units for products, and
-    whether its threads write 16 bytes at once.
+def compiled(
+    kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: int, codes: str = ""
+) -> dict[str, Any]:
+    """Return the bytes of shared memory that a kernel takes, whether it uses the units for products,
+    whether its threads write 16 bytes at once, and whether an instruction rounds to 8 bits.
+
+    codes: Triton's name of the dtype of 8 bits that it writes.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kinds = {name: _kind(name, constants) for name in kernel.arg_names}
+    kinds |= {name: f"*{codes}" for name in ("codes", "transposed") if name in kinds}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
@@ -40,13 +46,14 @@ def compiled(kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: i
         "shared": program.metadata.shared,
         "uses_units": "wgmma" in code,
         "writes_16_bytes": "st.global.v4.b32" in code,
+        "rounds_to_8_bits": "cvt.rn.satfinite.e" in code,
     }
 
 
 def _kind(name: str, constants: Mapping[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if name.endswith(("_batch", "_row", "_head", "_stride")):
+    if name.endswith(("_batch", "_row", "_head", "_stride")) or name in ("rows", "columns"):
         return "i32"
     return NUMBERS.get(name) or TENSORS.get(name) or "*bf16"
 
@@ -72,7 +79,7 @@ def of_attention(width: int, rules: tuple[bool, bool, bool]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from bloomery.kernels.triton_accumulate import BLOCK, WARPS, _add_widened
+    from bloomery.kernels import triton_accumulate, triton_fp8
     from bloomery.kernels.triton_loss import _write_slopes
 
     found = {
@@ -82,7 +89,28 @@ if __name__ == "__main__":
     }
     found["loss"] = {"": compiled(_write_slopes, {"VOCABULARY": 131_072, "BLOCK": 8192}, warps=8, stages=3)}
     found["sums"] = {
-        name: compiled(_add_widened, {"ADDS": adds, "BLOCK": BLOCK}, warps=WARPS, stages=3)
+        name: compiled(
+            triton_accumulate._add_widened,
+            {"ADDS": adds, "BLOCK": triton_accumulate.BLOCK},
+            warps=triton_accumulate.WARPS,
+            stages=3,
+        )
         for name, adds in (("first", False), ("further", True))
+    }
+    found["8 bits"] = {
+        f"{codes}, {by_rows}, {by_columns}": compiled(
+            triton_fp8._write_codes,
+            {
+                "BY_ROWS": by_rows,
+                "BY_COLUMNS": by_columns,
+                "ROWS": triton_fp8.ROWS,
+                "COLUMNS": triton_fp8.COLUMNS,
+            },
+            warps=triton_fp8.WARPS,
+            stages=3,
+            codes=codes,
+        )
+        for codes in ("fp8e4nv", "fp8e5")
+        for by_rows, by_columns in ((True, True), (False, True))
     }
     sys.stdout.write(json.dumps(found) + "\n")

@@ -27,6 +27,7 @@ from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.flat import WeightStorage
+from bloomery.parallel.fp8_weights import Fp8Weights
 from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import QueryKeyClip
@@ -69,6 +70,7 @@ class TrainingModel:
 
     decoder: Decoder
     weights: MasterWeights
+    fp8_weights: Fp8Weights
     loss: LocalLoss
     mesh: Mesh
     recompute: Mapping[int, str]
@@ -151,6 +153,7 @@ class TrainingModel:
             set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
                 use_fp8_matmuls(self.decoder.blocks)
+            self.fp8_weights.use(wanted=precision == "fp8")
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(
@@ -274,6 +277,7 @@ def build_training_model(
     )
     decoder.resets_positions = resets_positions
     weights = _split_into_masters(decoder, optim, mesh=mesh, parallel=parallel, precision=precision)
+    frees_weights = weights.gathers_weights or parallel.working == "by-block"
     by_block = compiled and compile_by_block(decoder, mesh=mesh, parallel=parallel)
     as_a_whole = compiled and not by_block
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
@@ -295,6 +299,7 @@ def build_training_model(
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
+        fp8_weights=Fp8Weights(decoder, weights, mesh=mesh, keeps_copies=not frees_weights),
         loss=_micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
         recompute=_recompute_by_block(own_stages, parallel),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -93,6 +93,7 @@ class MasterWeights:
     updated: gathers working weights after an update.
     scope: whether the masters are equal on all peers of an elastic run ('shared'), or this peer's own
         ('peer').
+    after_rounding: is called when the masters have changed and were rounded. Collective over the peer.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class MasterWeights:
         self._tap: GradientTap | None = None
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
+        self.after_rounding: Callable[[], None] = lambda: None
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
@@ -223,6 +225,7 @@ class MasterWeights:
         Where it overlaps, weights that are sharded until now are gathered while the next forward begins.
         """
         self.updated.begin()
+        self.after_rounding()
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""
