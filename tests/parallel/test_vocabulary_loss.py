@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bloomery import torch_private
 from bloomery.model.layers import MatmulMode
 from bloomery.model.loss import IGNORED, LossSums, next_token_loss
 from bloomery.parallel import vocabulary_loss
-from bloomery.parallel.fused_vocabulary_loss import split_loss_and_gradients
+from bloomery.parallel.fused_vocabulary_loss import begin_gather, split_loss_and_gradients
 from bloomery.parallel.vocabulary_loss import VocabularyParallelLoss, _LossTerms
 
 ROWS = (range(17), range(17, 40))
@@ -233,3 +234,22 @@ def test_a_compiler_is_told_the_shapes_and_dtypes_of_a_fused_loss() -> None:
         ((), torch.float32),
         ((), torch.float32),
     ]
+
+
+def test_what_ranks_measured_is_gathered_by_rank_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+
+    def gather(own: torch.Tensor, degree: int, group: str) -> torch.Tensor:
+        calls.append(("begin", degree, group))
+        return torch.cat([own + 10 * rank for rank in range(degree)])
+
+    monkeypatch.setattr(torch_private, "begin_all_gather", gather)
+    monkeypatch.setattr(torch_private, "wait_for", lambda gathered: calls.append("wait") or gathered)
+    own = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    wait_for_all = begin_gather(own, group="tensor", degree=4)
+    assert calls == [("begin", 4, "tensor")]
+    told = wait_for_all()
+    assert calls == [("begin", 4, "tensor"), "wait"]
+    assert torch.equal(told, torch.stack([own, own + 10, own + 20, own + 30])) and told.is_contiguous()
