@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import accumulate_cases, loss_cases
+from tests.kernels import accumulate_cases, loss_cases, split_loss_cases
 from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
@@ -58,6 +58,12 @@ def test_attention_by_tiles_is_attention_up_to_the_roundings_of_bf16(case: Case)
 def test_the_loss_in_bf16_is_that_of_fp64_up_to_roundings(vocabulary: int) -> None:
     found = loss_cases.differences(tokens=256, vocabulary=vocabulary, device="cuda", dtype=torch.bfloat16)
     assert max(found) < 0.02
+
+
+def test_the_loss_of_split_logits_in_bf16_is_that_of_fp64_up_to_roundings() -> None:
+    cases = split_loss_cases.all_cases("cuda", torch.bfloat16, (1000, 50_257, 131_072))
+    for *found, by_padding, _ in cases:
+        assert max(found) < 0.02 and by_padding == 0.0
 
 
 def test_sums_of_gradients_have_the_bits_of_torchs() -> None:

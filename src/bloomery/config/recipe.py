@@ -137,7 +137,8 @@ class TrainSection:
         kind="free",
         at_start=True,
         minimum=1,
-        help="Number of tokens whose logits are in memory at one time while the loss is computed.",
+        help="Number of tokens whose logits are in memory at one time while the loss is computed. On GPUs a "
+        "loss of 2048 at a time takes less time than one of 1024, where memory allows.",
     )
 
 

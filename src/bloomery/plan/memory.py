@@ -240,21 +240,20 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
 def _logits(work: Workload, training: Training) -> float:
     """Return the bytes of one chunk's logits, their fp32 form and gradient, and the head's fp32 gradient.
 
-    The loss over a split vocabulary computes the gradient in place, beside the chunk before. A GPU's kernel
-    writes the gradient over the logits, which have no fp32 form then.
+    A GPU's kernels write the gradient over the logits, which have no fp32 form then; with a split vocabulary
+    the logits of the next chunk are computed beside them. Without kernels the loss over a split vocabulary
+    computes the gradient in place, beside the chunk before.
     """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
     hidden = work.tokens * work.model.hidden * work.value_bytes
-    if work.layout.tensor > 1:
+    split = work.layout.tensor > 1
+    if work.has_gpu_kernels:
+        chunks = (2 if split else 1) * rows * columns * work.value_bytes
+        return chunks + columns * work.model.hidden * (4 + work.value_bytes) + (2 if split else 1) * hidden
+    if split:
         narrow = work.value_bytes if work.value_bytes < 4 else 0
         return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
-    if work.has_gpu_kernels:
-        return (
-            rows * columns * work.value_bytes
-            + columns * work.model.hidden * (4 + 2 * work.value_bytes)
-            + hidden
-        )
     return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
 
 
