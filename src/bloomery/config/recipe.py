@@ -71,6 +71,7 @@ class InitSection:
     )
 
 
+ATTENTION_KERNELS = ("auto", "cudnn", "flash", "efficient", "triton", "math")
 PRECISIONS = ("auto", "bf16", "fp32", "fp16", "fp8")
 
 
@@ -124,6 +125,15 @@ class TrainSection:
         choices=("auto", "on", "off"),
         help="Whether the model is compiled by torch.compile; 'auto' does not compile where that would take "
         "longer than it saves.",
+    )
+    attention: str = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        choices=ATTENTION_KERNELS,
+        help="The kernel of causal attention without ALiBi, document masks and dropout. On a GPU 'auto' "
+        "measures for the sizes of the run which is the quickest, and keeps to it; 'triton' is our own, "
+        "'math' holds all scores in memory. A CPU has 'flash' and 'math'.",
     )
     deterministic: bool = setting(
         False,
