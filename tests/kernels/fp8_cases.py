@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
-from bloomery.kernels.triton_fp8 import write_codes
 from bloomery.model.fp8 import FP8_BACKWARD, FP8_FORWARD, fp8_scale, largest_magnitude, rounded_to_fp8
 
 BESIDE = 3
@@ -50,11 +48,13 @@ def matrices(random: torch.Generator) -> dict[str, Tensor]:
 
 def unequal_codes(x: Tensor, dtype: torch.dtype) -> int:
     """Return how many codes are not torch's, or not where they belong, or written beside the results."""
+    from bloomery.kernels.triton_fp8 import write_codes  # only where Triton is
+
     scale = fp8_scale(largest_magnitude(x), dtype)
     expected = rounded_to_fp8(x, scale, dtype)
     unequal = 0
     for wanted in ((True, False), (False, True), (True, True)):
-        room = [_room(shape, dtype) for shape in (x.shape, x.shape[::-1])]
+        room = [_room(shape, dtype, x.device) for shape in (x.shape, x.shape[::-1])]
         codes, transposed = (
             inner if is_wanted else None for (_, inner), is_wanted in zip(room, wanted, strict=True)
         )
@@ -70,9 +70,9 @@ def unequal_codes(x: Tensor, dtype: torch.dtype) -> int:
     return unequal
 
 
-def _room(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory as bytes, and the matrix within it."""
-    whole = torch.full((shape[0] + 2 * BESIDE, shape[1]), UNWRITTEN, dtype=torch.uint8)
+    whole = torch.full((shape[0] + 2 * BESIDE, shape[1]), UNWRITTEN, dtype=torch.uint8, device=device)
     return whole, whole[BESIDE:-BESIDE].view(dtype)
 
 
@@ -81,6 +81,8 @@ def round_as_a_gpu_does() -> None:
 
     Its own conversion rounds ties up, and neither carries into the exponent nor rounds small numbers.
     """
+    from triton.runtime import interpreter
+
     kinds = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
     def rounded(_builder: Any, source: Any, target: Any, _mode: Any) -> Any:
