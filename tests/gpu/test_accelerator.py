@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import fp8_cases, loss_cases
+from tests.kernels import accumulate_cases, fp8_cases, loss_cases
 from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
@@ -67,6 +67,10 @@ def test_codes_of_8_bits_and_their_transpose_are_torchs(dtype: torch.dtype) -> N
     matrices["large"] = torch.randn(3000, 5008).bfloat16()
     unequal = {name: fp8_cases.unequal_codes(x.cuda(), dtype) for name, x in matrices.items()}
     assert unequal == dict.fromkeys(matrices, 0)
+
+
+def test_sums_of_gradients_have_the_bits_of_torchs() -> None:
+    assert all(accumulate_cases.all_cases("cuda", (*accumulate_cases.SIZES, 2**24 + 9)))
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(

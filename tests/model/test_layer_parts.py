@@ -14,7 +14,8 @@ from bloomery.model.attention import Attention, AttentionContext, alibi_bias
 from bloomery.model.decoder import build
 from bloomery.model.dropout import BlockDropout
 from bloomery.model.fp8 import FP8_FORWARD, padded_to_tiles, to_fp8
-from bloomery.model.initial_values import InitialRule, initial_rule, initialise
+from bloomery.model.initial_filling import initialise
+from bloomery.model.initial_values import InitialRule, initial_rule
 from bloomery.model.layers import (
     LayerNorm,
     Linear,

@@ -16,9 +16,11 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy, entropy
+from bloomery.events.machine import processors_of_a_rank
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
-from bloomery.model.initial_values import bigram_factors, fill_initial
+from bloomery.model.initial_filling import InitialBox, fill_initial
+from bloomery.model.initial_values import bigram_factors
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
@@ -168,17 +170,21 @@ class TrainingModel:
         model = self.decoder.model
         from_bigrams = model.section.embedding_init == "bigram"
         counted = ("embedding.weight", "head.weight") if from_bigrams else ()
-        for entry in self.weights.state_entries():
-            name = entry.name.removeprefix("model.")
-            if name not in counted:
-                fill_initial(
-                    entry.tensor,
-                    name,
-                    global_shape=entry.global_shape,
-                    offset=entry.box.offset,
-                    model=model,
-                    seed=seed,
-                )
+        boxes = (
+            InitialBox(
+                tensor=entry.tensor,
+                name=entry.name.removeprefix("model."),
+                global_shape=entry.global_shape,
+                offset=entry.box.offset,
+            )
+            for entry in self.weights.state_entries()
+        )
+        fill_initial(
+            (box for box in boxes if box.name not in counted),
+            model=model,
+            seed=seed,
+            threads=round(processors_of_a_rank()),
+        )
         if counted:
             self._fill_from_bigrams(
                 counted,
@@ -338,6 +344,7 @@ def _split_into_masters(
         names=tuple(logical_shapes(decoder.model)),
         bucket_bytes=round(parallel.bucket_mb * 1e6),
         overlaps=parallel.overlap,
+        prefetch_blocks=parallel.prefetch_blocks,
     )
 
 

@@ -82,6 +82,8 @@ class Fp8Weights:
         """
         if not self._is_used or not self._layers:
             return
+        if self._keeps_copies:
+            self._weights.updated.finish()
         scales = fp8_scale(self._largest(), FP8_FORWARD)
         for layer, scale in zip(self._layers, scales.unbind(), strict=True):
             fp8_weight = layer.module.fp8_weight
