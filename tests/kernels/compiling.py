@@ -20,12 +20,18 @@ RULES = ("HAS_DOCUMENTS", "HAS_SLOPES", "DROPS")
 
 
 def compiled(
-    kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: int, codes: str = ""
+    kernel: Any,
+    constants: Mapping[str, Any],
+    *,
+    warps: int,
+    stages: int,
+    codes: str = "",
+    x: str = "bf16",
 ) -> dict[str, Any]:
     """Return the bytes of shared memory that a kernel takes, whether it uses the units for products,
     whether its threads write 16 bytes at once, and whether an instruction rounds to 8 bits.
 
-    codes: Triton's name of the dtype of 8 bits that it writes.
+    codes: Triton's name of the dtype of 8 bits that it writes. x: that of the matrix `x`, if it reads one.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -33,6 +39,7 @@ def compiled(
 
     kinds = {name: _kind(name, constants) for name in kernel.arg_names}
     kinds |= {name: f"*{codes}" for name in ("codes", "transposed") if name in kinds}
+    kinds |= {"x": f"*{x}"} if "x" in kinds else {}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
@@ -98,9 +105,10 @@ if __name__ == "__main__":
         for name, adds in (("first", False), ("further", True))
     }
     found["8 bits"] = {
-        f"{codes}, {by_rows}, {by_columns}": compiled(
+        f"{codes}, {by_rows}, {by_columns}, {through}": compiled(
             triton_fp8._write_codes,
             {
+                "THROUGH_BF16": through,
                 "BY_ROWS": by_rows,
                 "BY_COLUMNS": by_columns,
                 "ROWS": triton_fp8.ROWS,
@@ -109,8 +117,9 @@ if __name__ == "__main__":
             warps=triton_fp8.WARPS,
             stages=3,
             codes=codes,
+            x="fp32" if through else "bf16",
         )
         for codes in ("fp8e4nv", "fp8e5")
-        for by_rows, by_columns in ((True, True), (False, True))
+        for by_rows, by_columns, through in ((True, True, False), (False, True, True), (True, False, True))
     }
     sys.stdout.write(json.dumps(found) + "\n")
