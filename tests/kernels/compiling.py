@@ -37,11 +37,12 @@ def compiled(
     stages: int,
     codes: str = "",
     odd: Sequence[str] = (),
+    x: str = "bf16",
 ) -> dict[str, Any]:
     """Return the bytes of shared memory that a kernel takes, whether it uses the units for products, whether
     its threads read and write 16 bytes at once, and whether an instruction rounds to 8 bits.
 
-    codes: Triton's name of the dtype of 8 bits that it writes.
+    codes: Triton's name of the dtype of 8 bits that it writes. x: that of the matrix `x`, if it reads one.
     odd: numbers of which Triton is not told that they are multiples of 16.
     """
     import triton
@@ -50,6 +51,7 @@ def compiled(
 
     kinds = {name: _kind(name, constants) for name in kernel.arg_names}
     kinds |= {name: f"*{codes}" for name in ("codes", "transposed") if name in kinds}
+    kinds |= {"x": f"*{x}"} if "x" in kinds else {}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
@@ -124,9 +126,10 @@ if __name__ == "__main__":
         for name, adds in (("first", False), ("further", True))
     }
     found["8 bits"] = {
-        f"{codes}, {by_rows}, {by_columns}": compiled(
+        f"{codes}, {by_rows}, {by_columns}, {through}": compiled(
             triton_fp8._write_codes,
             {
+                "THROUGH_BF16": through,
                 "BY_ROWS": by_rows,
                 "BY_COLUMNS": by_columns,
                 "ROWS": triton_fp8.ROWS,
@@ -135,8 +138,9 @@ if __name__ == "__main__":
             warps=triton_fp8.WARPS,
             stages=3,
             codes=codes,
+            x="fp32" if through else "bf16",
         )
         for codes in ("fp8e4nv", "fp8e5")
-        for by_rows, by_columns in ((True, True), (False, True))
+        for by_rows, by_columns, through in ((True, True, False), (False, True, True), (True, False, True))
     }
     sys.stdout.write(json.dumps(found) + "\n")

@@ -37,12 +37,18 @@ def of(
     precision: str = "bf16",
     vocabulary: int = 100,
     reserved_gib: float = 0.0,
+    fp8_teraflops: float = 0.0,
     **model: Any,
 ) -> Workload:
     machine = Hardware(
         name="a machine",
         accelerator=Accelerator(
-            kind=kind, memory_gib=1.0, memory_gb_per_s=1.0, bf16_teraflops=1.0, reserved_gib=reserved_gib
+            kind=kind,
+            memory_gib=1.0,
+            memory_gb_per_s=1.0,
+            bf16_teraflops=1.0,
+            fp8_teraflops=fp8_teraflops,
+            reserved_gib=reserved_gib,
         ),
         node=Node(accelerators=8),
     )
@@ -180,6 +186,30 @@ def test_shards_and_precision_decide_what_of_the_state_a_rank_holds(
     found = held(work)
     assert (found.weights, found.gradients) == (weights, gradients)
     assert (found.master, found.optimizer) == (master, moments)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fp8_teraflops", "copies"),
+    [
+        (Layout(), 2.0, 2),
+        (Layout(), 0.0, 1),
+        (Layout(data=4, zero=2), 2.0, 2),
+        (Layout(data=4, zero=3), 2.0, 0),
+        (Layout(rounds_by_block=True), 2.0, 0),
+    ],
+)
+def test_8_bit_copies_of_matrices_are_kept_where_working_weights_are(
+    layout: Layout, fp8_teraflops: float, copies: int
+) -> None:
+    narrow, wide = (
+        held(of(layout, precision=precision, fp8_teraflops=fp8_teraflops)) for precision in ("fp8", "bf16")
+    )
+    assert narrow.weights - wide.weights == copies * 6 * (BLOCK - 2 * NORM)
+    halved = replace(layout, tensor=2)
+    narrow, wide = (
+        held(of(halved, precision=precision, fp8_teraflops=fp8_teraflops)) for precision in ("fp8", "bf16")
+    )
+    assert narrow.weights - wide.weights == copies * 3 * (BLOCK - 2 * NORM)
 
 
 def test_a_stage_of_one_block_gathers_and_reduces_one_under_zero_3() -> None:

@@ -94,6 +94,7 @@ COMPILED = (
     ("DP 2", GPT, ()),
     ("DP 2", LLAMA, ("train.precision=fp8",)),
     ("TP 2", LLAMA, ()),
+    ("DP 2, ZeRO 3", LLAMA, ("train.precision=fp8",)),
     ("TP 2 + SP", BLOOM, ()),
     ("TP 2", LLAMA, ("train.recompute=full",)),
     ("TP 2", LLAMA, ("train.recompute=elementwise",)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -187,6 +187,14 @@ class MasterWeights:
     def gathers_weights(self) -> bool:
         """Whether forward and backward gather weights (ZeRO 3), and so are collective."""
         return any(group.shards_weights for group in self._groups)
+
+    def read_masters(self, groups: Set[int]) -> None:
+        """Give the working weights of these groups no memory where they are freed between blocks.
+
+        groups: indices in `layouts`. What computes then reads the masters, which must be whole.
+        """
+        for index, group in enumerate(self._groups):
+            group.reads_masters = index in groups
 
     def begin_accumulation(self, *, backwards: int) -> None:
         """Begin a step: its first backward overwrites the gradients of the last step.

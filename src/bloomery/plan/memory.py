@@ -96,7 +96,7 @@ def stage_memory(
     are_masters = width == 4 and not layout.zero
     updated_here = 0.0 if layout.offload else sharded
     return StageMemory(
-        weights=round(weights * width),
+        weights=round(weights * width + fp8_copy_bytes(work, parameters, stage)),
         gradients=round(4 * gradients),
         master=0 if are_masters else round(4 * updated_here),
         optimizer=round(state * updated_here),
@@ -123,6 +123,18 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
         if work.model.tied and not stage.has_embedding:
             count += parameters.embedding / t
     return count
+
+
+def fp8_copy_bytes(work: Workload, parameters: ModelParameters, stage: StageParameters) -> float:
+    """Return the bytes of the 8-bit copies of one rank's matrices (`parallel/fp8_weights.py`).
+
+    They are kept where working weights are: one copy, and its transpose for units that multiply 8 bits.
+    """
+    layout = work.layout
+    if work.precision != "fp8" or layout.zero == 3 or layout.rounds_by_block:
+        return 0.0
+    copies = 2 if work.hardware.accelerator.fp8_teraflops else 1
+    return copies * stage.blocks * parameters.block.matrices / layout.tensor
 
 
 def in_flight(work: Workload, index: int, training: Training) -> float:
