@@ -73,20 +73,26 @@ def held(work: Workload, index: int = 0, **training: Any) -> StageMemory:
         (of(), "none", 24_576 + 18_432 + 27_648 + 768),
         (of(), "selective", 24_576 + 18_432 + 27_648),
         (of(), "full", 6_144),
-        (of(), "elementwise", 18_432 + 36_864 + 768),
+        (of(), "elementwise", 12_288 + 36_864 + 768),
+        (of(), "mlp", 12_288 + 18_432 + 768),
+        (of(hidden_dropout=0.1), "mlp", 31_488 + 6_144),
+        (of(hidden_dropout=0.1), "elementwise", 49_920),
         (of(hidden_dropout=0.1), "none", 71_424 + 6_144),
         (of(activation="gelu"), "none", 71_424 - 9_216),
-        (of(activation="gelu"), "elementwise", 56_064 - 9_216),
+        (of(activation="gelu"), "elementwise", 49_920 - 9_216),
         (of(Layout(tensor=2)), "none", 24_576 + 9_216 + 13_824 + 384),
         (of(Layout(tensor=2, sequence=True)), "none", 18_432 + 9_216 + 13_824 + 384),
         (of(Layout(tensor=2, sequence=True)), "full", 3_072),
-        (of(Layout(tensor=2)), "elementwise", 18_432 + 18_432 + 384),
+        (of(Layout(tensor=2)), "elementwise", 12_288 + 18_432 + 384),
+        (of(Layout(tensor=2)), "mlp", 12_288 + 9_216 + 384),
+        (of(Layout(tensor=2, sequence=True)), "mlp", 6_144 + 9_216 + 384),
         (of(kind="cpu", **DROPPED), "none", 70_656 + 15_360),
-        (of(kind="cpu", **DROPPED), "elementwise", 55_296 + 6_144),
-        (of(Layout(tensor=2), kind="cpu", **DROPPED), "elementwise", 18_432 + 18_432 + 3_072),
+        (of(kind="cpu", **DROPPED), "elementwise", 49_152 + 6_144),
+        (of(Layout(tensor=2), kind="cpu", **DROPPED), "elementwise", 12_288 + 18_432 + 3_072),
         (of(Layout(tensor=2), kind="cpu", **DROPPED), "none", 24_576 + 9_216 + 13_824 + 7_680),
         (of(Layout(tensor=2, sequence=True), hidden_dropout=0.1), "none", 41_856 + 3_072),
-        (of(precision="fp32"), "none", 2 * (71_424 - 768) + 768),
+        (of(precision="fp32"), "none", 2 * (71_424 - 768) + 768 + 2 * 12_288),
+        (of(precision="fp32", norm="layernorm"), "none", 2 * (71_424 - 768) + 768),
     ],
 )
 def test_a_block_keeps_what_backward_needs(work: Workload, recompute: str, kept: int) -> None:
@@ -187,8 +193,8 @@ def test_muon_keeps_one_moment_of_each_matrix_and_two_of_what_adamw_updates() ->
     [
         (of(), 32, 6_400 + 51_200 + 6_144),
         (of(), 10_000, 9_600 + 51_200 + 6_144),  # no chunk has more rows than there are tokens
-        (of(kind="cpu"), 32, 51_200 + 51_200 + 6_144),
-        (of(precision="fp32"), 32, 3_200 * (8 + 12) + 51_200 + 12_288),
+        (of(kind="cpu"), 32, 6_400 + 38_400 + 12_288),
+        (of(precision="fp32"), 32, 12_800 + 51_200 + 24_576),
         (of(Layout(tensor=2)), 32, 19_200 + 19_200 + 12_288),
         (of(Layout(tensor=2), precision="fp32"), 32, 12_800 + 12_800 + 24_576),
         (of(Layout(tensor=8)), 32, 32 * 13 * 12 + 13 * 64 * 6 + 12_288),  # the last of 8 has fewer columns
@@ -198,6 +204,12 @@ def test_the_loss_holds_a_chunk_of_logits_and_the_heads_gradient(
     work: Workload, chunk: int, logits: int
 ) -> None:
     assert held(work, loss_chunk=chunk).logits == logits
+
+
+@pytest.mark.parametrize(("precision", "logits"), [("fp32", 64_000 + 51_200), ("bf16", 32_000 + 38_400)])
+def test_an_eager_loss_holds_its_logits_in_several_forms(precision: str, logits: int) -> None:
+    streams = 2 * 48 * 64 * (4 if precision == "fp32" else 2)
+    assert held(of(precision=precision, kind="cpu"), loss_chunk=32, fused=False).logits == logits + streams
 
 
 MIDDLE = Layout(pipeline=3, blocks=(2, 2, 2), head_rank=2)  # holds two micro-batches of two blocks each
@@ -213,14 +225,15 @@ MIDDLE = Layout(pipeline=3, blocks=(2, 2, 2), head_rank=2)  # holds two micro-ba
         (of(MIDDLE), 0, {}, 3 * (2 * 71_424 + 48 * 8)),
         (of(MIDDLE), 1, {"micro_batches": 1}, 2 * 71_424),
         (of(MIDDLE), 1, {"recompute": "full"}, 4 * 6_144 + 71_424),
-        (of(MIDDLE), 1, {"recompute": "elementwise"}, 4 * 56_064 + 71_424 - 56_064),
+        (of(MIDDLE), 1, {"recompute": "elementwise"}, 4 * 49_920 + 71_424 - 49_920),
+        (of(MIDDLE), 1, {"recompute": "mlp"}, 4 * 31_488 + 71_424 - 31_488),
         (of(MIDDLE, kind="cpu", **DROPPED), 1, {"recompute": "selective"}, 2 * (2 * 70_656 + 256) + 15_360),
-        (of(MIDDLE, position="alibi", norm="layernorm"), 1, {"fused": False}, 4 * (71_424 + 33_792)),
+        (of(MIDDLE, position="alibi", norm="layernorm"), 1, {"fused": False}, 4 * (71_424 + 21_504)),
         (
             of(MIDDLE, position="alibi", norm="layernorm"),
             1,
             {"fused": False, "recompute": "full"},
-            4 * 6_144 + 71_424 + 33_792,
+            4 * 6_144 + 71_424 + 21_504,
         ),
     ],
 )

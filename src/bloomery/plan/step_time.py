@@ -18,6 +18,7 @@ from bloomery.plan.block_cost import (
     block_passes,
     elementwise_pass,
     embedding_passes,
+    expansion,
     head_passes,
     internode_bytes_per_s,
     moving_s,
@@ -155,6 +156,8 @@ def _block(work: Workload, recompute: str) -> Spent:
         return spent + passes.forward
     if recompute == "elementwise":
         return spent + elementwise_pass(work)
+    if recompute == "mlp":
+        return spent + elementwise_pass(work) + expansion(work)
     if recompute == "selective" and work.forms_scores:
         return spent + attention_passes(work).forward
     return spent
@@ -360,6 +363,10 @@ def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: i
     """
     if work.layout.tensor == 1:
         return 0.0
-    exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
+    # 'mlp' gathers what enters it again, and needs nothing of what leaves it.
+    gathers = 0.5 if work.layout.sequence else 0.0
+    exchanges: float = stage.blocks * (
+        4 + {"full": 2.0, "mlp": gathers}.get(stage.recompute or recompute, 0.0)
+    )
     exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
     return micro_batches * exchanges * ring_bytes(residual_bytes(work), work.layout.tensor, passes=2)

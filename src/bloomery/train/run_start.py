@@ -23,6 +23,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import bubble_warning
 from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.early_warnings import warnings_of
+from bloomery.plan.recomputation import Recomputation
 from bloomery.plan.request import with_vocabulary
 from bloomery.plan.schedule import steps_at_end
 from bloomery.train.data_summary import DataSummary
@@ -43,6 +44,7 @@ class RunStart:
     changes: SettingChanges
     mesh: Mesh
     compilation: Compilation
+    recomputation: Recomputation
     rundir: RunDirectory
     options: StartOptions
     journal: Journal
@@ -66,6 +68,8 @@ class RunStart:
             compiled=self.compilation.on,
             compiled_why=self.compilation.why,
             precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
+            recompute=self.recomputation.mode,
+            recompute_why=self.recomputation.why,
             ranks=self.mesh.world,
             device=str(self.mesh.device),
             threads=torch.get_num_threads(),
@@ -110,6 +114,8 @@ class RunStart:
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
+        if self.recomputation.why:
+            say(f"train.recompute = {self.recomputation.mode}: {self.recomputation.why}")
         degree = self.mesh.data.degree
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed):
             say(waits)
