@@ -17,6 +17,7 @@ from bloomery.plan.memory import (
     block_activation_bytes,
     eager_activation_bytes,
     in_flight,
+    offloaded_memory,
     rank_parameters,
     stage_memory,
 )
@@ -161,6 +162,8 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
         ),
         (of(Layout(data=4, zero=1, shard=2)), 2 * WHOLE, 4 * WHOLE, 2 * WHOLE, 4 * WHOLE),
         (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 0, 0),
+        (of(Layout(offload=True), kind="cpu"), 2 * WHOLE, 8 * WHOLE, 4 * WHOLE, 8 * WHOLE),
+        (of(Layout(offload=True), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 0, 0),
         (
             of(Layout(data=4, tensor=2, zero=3)),
             2 * (HALF - 3 * BLOCK / 2),
@@ -186,6 +189,14 @@ def test_shards_and_precision_decide_what_of_the_state_a_rank_holds(
     found = held(work)
     assert (found.weights, found.gradients) == (weights, gradients)
     assert (found.master, found.optimizer) == (master, moments)
+
+
+def test_offloaded_masters_and_gradients_are_pinned_and_moments_are_not() -> None:
+    work = of(Layout(data=4, zero=1, offload=True))
+    parameters = count_parameters(work.model, vocabulary=100, sequence_length=16)
+    (stage,) = stages_for(work, parameters)
+    found = offloaded_memory(work, parameters, stage, "adamw")
+    assert (found.pinned, found.moments) == (8 * SHARD, 8 * SHARD)
 
 
 def test_a_stage_of_one_block_gathers_and_reduces_one_under_zero_3() -> None:
@@ -345,8 +356,8 @@ def test_a_stage_holds_the_micro_batches_that_its_schedule_has_begun(
 @pytest.mark.parametrize(
     ("layout", "index", "buffers"),
     [
-        # The activations of six blocks that keep their inputs, and the logits, are gone by then.
-        (Layout(), 0, 2 * WHOLE - (6 * 6_144 + 48 * 8 + 108_544)),
+        # Gone by then are the inputs of six blocks, what one of them computed again, and the logits.
+        (Layout(), 0, 2 * WHOLE - (6 * 6_144 + 48 * 8 + 71_424)),
         (MIDDLE, 1, 4 * 6_144 + 2 * 2 * BLOCK - (4 * 6_144 + 71_424) // 2),
         (Layout(data=2), 0, 2 * BLOCK),
         (Layout(tensor=2), 0, 2 * 6_144 + BLOCK),

@@ -92,9 +92,15 @@ def stage_memory(
     if layout.rounds_by_block and width < 4:
         weights = ends + min(stage.blocks, 1) * one_block
     gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held
-    # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero
-    updated_here = 0.0 if layout.offload else sharded
+    updated_here = sharded
+    if layout.offload:
+        # Of a GPU's memory masters and moments take nothing, and gradients what they take without offload. A
+        # CPU has no other memory, where masters are then apart and gradients twice.
+        is_apart = work.hardware.accelerator.kind == "gpu"
+        updated_here = 0.0 if is_apart else sharded
+        are_masters = False
+        gradients += 0.0 if is_apart else sharded
     return StageMemory(
         weights=round(weights * width),
         gradients=round(4 * gradients),
@@ -104,6 +110,27 @@ def stage_memory(
         logits=round(logits),
         buffers=round(buffers),
         reserved=int(work.hardware.accelerator.reserved_gib * 2**30),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedMemory:
+    """The bytes of main memory that one rank's offloaded state takes.
+
+    pinned: masters and gradients, which a GPU copies by itself; moments: the optimizer's, which stay.
+    """
+
+    pinned: int
+    moments: int
+
+
+def offloaded_memory(
+    work: Workload, parameters: ModelParameters, stage: StageParameters, optimizer: str
+) -> OffloadedMemory:
+    """Return what `parallel.offload = "cpu"` takes of main memory for one rank of a stage."""
+    held = rank_parameters(parameters, stage, work) / work.layout.shards
+    return OffloadedMemory(
+        pinned=round(2 * 4 * held), moments=round(_optimizer_bytes(parameters, stage, optimizer) * held)
     )
 
 

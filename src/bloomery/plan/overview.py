@@ -12,7 +12,7 @@ from bloomery.plan.block_cost import Workload
 from bloomery.plan.checkpoint_plan import DAY_S, MOST_LOST, CheckpointPlan, plan_checkpoints
 from bloomery.plan.hardware import GIB, SiteLink
 from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
-from bloomery.plan.memory import StageMemory, rank_parameters
+from bloomery.plan.memory import StageMemory, offloaded_memory, rank_parameters
 from bloomery.plan.parameters import ModelParameters, count_parameters, forward_cost, teraflops, token_cost
 from bloomery.plan.peer_round import Round, plan_round
 from bloomery.plan.recomputation import AUTO, choose_recomputation, memory_of, resolved
@@ -154,6 +154,8 @@ def make_plan(request: Request) -> Plan:
     course = walk_run(recipe, work, parameters)
     work = workload_at_phase(work, phases(recipe.train)[-1][1])
     stages = stages_for(work, parameters)
+    if layout.offload and request.hardware.accelerator.kind == "gpu":
+        assumptions.append(_offloaded(recipe, work, parameters, stages))
     draft = Draft(
         request=request,
         work=work,
@@ -212,6 +214,17 @@ def base_workload(request: Request, layout: Layout) -> Workload:
 
 def _parameters(recipe: Recipe, vocabulary: int) -> ModelParameters:
     return count_parameters(recipe.model, vocabulary=vocabulary, sequence_length=recipe.data.sequence_length)
+
+
+def _offloaded(
+    recipe: Recipe, work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...]
+) -> str:
+    each = [offloaded_memory(work, parameters, stage, recipe.optim.name) for stage in stages]
+    most = max(each, key=lambda memory: memory.pinned)
+    return (
+        f"parallel.offload = cpu takes {(most.pinned + most.moments) / GIB:.1f} GiB of main memory for each "
+        f"accelerator, {most.pinned / GIB:.1f} of them pinned."
+    )
 
 
 def _optimizer_bytes(recipe: Recipe, parameters: ModelParameters) -> float:

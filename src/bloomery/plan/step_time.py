@@ -297,8 +297,9 @@ def _update_s(
     share = 1 / work.layout.shards
     roundings = 2 * micro_batches if work.layout.rounds_by_block and work.precision != "fp32" else 0
     if work.layout.offload:
-        # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
-        return ((UPDATE_BYTES + 2 * 4) * share + 4 * roundings) * held / HOST_BYTES_PER_S
+        # While the CPU updates some masters, gradients of others come and masters of others go, in fp32.
+        copied = LEAST_EXPOSED * 2 * 4 * share
+        return (UPDATE_BYTES * share + copied + 4 * roundings) * held / HOST_BYTES_PER_S
     spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
     if roundings:
         spent += moving_s(work.hardware, (4 + 2) * roundings * held, kernels=roundings * stages[0].blocks)
