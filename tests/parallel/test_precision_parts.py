@@ -23,9 +23,10 @@ from bloomery.parallel import optimizers as optimizers_module
 from bloomery.parallel import precision as precision_module
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.flat import FlatGroup
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale, MasterWeights, measure_peak_flops, resolve_precision
+from bloomery.parallel.precision import MasterWeights, measure_peak_flops, resolve_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -1,4 +1,4 @@
-"""Mixed precision: fp32 master weights, fp32 gradient accumulation, and the loss scale of fp16.
+"""Mixed precision: fp32 master weights and fp32 gradient accumulation.
 
 After Micikevicius et al. 2018, "Mixed Precision Training": the model computes with working weights that are
 rounded from the masters after each update.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery import torch_private
-from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry, whole
+from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.model.layers import matmul_mode_for
 from bloomery.optim.clip import CountedGradient, GradientFacts, examine, squared_norms
 from bloomery.optim.groups import GroupLayout, Placement
@@ -377,47 +377,3 @@ def entries_of(
 
 def _view(flat: Tensor, place: Placement) -> Tensor:
     return flat[place.start : place.start + place.numel].view(place.shape)
-
-
-class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2).
-
-    The scale doubles after GROWTH_INTERVAL finite steps and halves at an overflow. It is a tensor on the
-    device, so that no step waits for the host.
-    """
-
-    GROWTH_INTERVAL = 1000
-    SMALLEST, FIRST = 1.0, 2.0**16
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(self.FIRST, device=device)
-        self.good_steps = torch.tensor(0.0, device=device)
-
-    def reset(self) -> None:
-        """Take the scale of a run that begins."""
-        self.scale.fill_(self.FIRST)
-        self.good_steps.zero_()
-
-    @torch.no_grad()
-    def update(self, finite: Tensor) -> None:
-        """Adapt the scale to whether this step's gradients were finite.
-
-        finite: boolean scalar on the device.
-        """
-        good_steps = torch.where(finite, self.good_steps + 1, 0.0)
-        grow = good_steps >= self.GROWTH_INTERVAL
-        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
-        self.scale.copy_(torch.clamp(self.scale * factor, min=self.SMALLEST))
-        self.good_steps.copy_(torch.where(grow, 0.0, good_steps))
-
-    def state_entries(self) -> Iterable[StateEntry]:
-        """The scale and the counter of good steps, so that a resume need not search for the scale again."""
-        for name, tensor in (("scale", self.scale), ("good_steps", self.good_steps)):
-            yield whole(f"loss_scale.{name}", tensor, scope="peer")
-
-    def state_values(self) -> dict[str, Json]:
-        """Return no values: the whole state is in tensors."""
-        return {}
-
-    def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Do nothing: the whole state is in tensors."""

@@ -23,9 +23,9 @@ from bloomery.guard.corruption import CLEAN_STEP
 from bloomery.guard.verdict import Rewind, Stop
 from bloomery.interchange.initial_weights import load_initial_weights
 from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
