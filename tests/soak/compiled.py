@@ -98,6 +98,8 @@ COMPILED = (
     ("TP 2 + SP", BLOOM, ()),
     ("TP 2", LLAMA, ("train.recompute=full",)),
     ("TP 2", LLAMA, ("train.recompute=elementwise",)),
+    ("TP 2 + SP", LLAMA, ("train.recompute=mlp",)),
+    ("DP 2", BLOOM, ("train.recompute=mlp",)),
     ("PP 2", LLAMA, ()),
     ("DP 2, ZeRO 1", LLAMA, ()),
     ("DP 2, ZeRO 2", LLAMA, ()),

@@ -114,9 +114,11 @@ class TrainSection:
     recompute: str = setting(
         "none",
         kind="free",
-        choices=RECOMPUTATIONS,
+        choices=("auto", *RECOMPUTATIONS),
         help="Which activations are not stored but computed again in the backward pass: 'elementwise' those "
-        "between matmuls, 'selective' scores of attention, 'full' whole blocks.",
+        "between matmuls, 'selective' scores of attention, 'mlp' those between matmuls and the MLP's wide "
+        "ones, 'full' whole blocks. 'auto' is the quickest of them whose planned memory fits, chosen when "
+        "training starts.",
     )
     compile: str = setting(
         "auto",

@@ -12,7 +12,7 @@ from math import gcd
 
 from bloomery.config.findings import Finding, divisors, nearest_numbers
 from bloomery.config.model import ModelSection
-from bloomery.config.parallel import SCHEDULES, SPLIT_BACKWARD, ParallelSection
+from bloomery.config.parallel import SCHEDULES, SPLIT_BACKWARD, WITHIN_ONE_BACKWARD, ParallelSection
 from bloomery.config.recipe import Recipe, TrainSection
 
 MOST_INTERVALS = 10_000
@@ -245,10 +245,11 @@ def pipeline_mistakes(
             remedy="Set parallel.working = 'kept', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
     recomputed = (train.recompute, *parallel.recompute_per_stage)
-    if "elementwise" in recomputed and parallel.schedule in SPLIT_BACKWARD:
+    within_one = next((mode for mode in recomputed if mode in WITHIN_ONE_BACKWARD), None)
+    if within_one and parallel.schedule in SPLIT_BACKWARD:
         yield Finding(
             key="parallel.recompute_per_stage" if parallel.recompute_per_stage else "train.recompute",
-            problem=f"'elementwise' belongs to one backward, and '{parallel.schedule}' splits it in two",
+            problem=f"'{within_one}' belongs to one backward, and '{parallel.schedule}' splits it in two",
             remedy="Set it to 'selective' or 'full', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
     if not chunks:

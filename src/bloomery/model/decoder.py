@@ -323,17 +323,25 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
-        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
-        mixed = self.attention.output.add_bias(self.leave_attention(mixed))
         dropout = context.dropout
+        mixed = self.mix(x, context, cache)
         x = x + self._dropped(mixed, None if dropout is None else dropout.attention_output)
-        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
-        expanded = self.mlp.down.add_bias(expanded)
+        expanded = self.expand(x)
         x = x + self._dropped(expanded, None if dropout is None else dropout.mlp_output)
         if self.hidden_maximum is not None and torch.is_grad_enabled():
             largest = x.detach().abs().amax().float()
             self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
         return x
+
+    def mix(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
+        """Return what attention adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
+        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
+        return self.attention.output.add_bias(self.leave_attention(mixed))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
+        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
+        return self.mlp.down.add_bias(expanded)
 
     def _dropped(self, x: Tensor, keys: ElementKeys | None) -> Tensor:
         return x if keys is None else drop(x, self.dropout, keys)

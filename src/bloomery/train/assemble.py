@@ -32,6 +32,7 @@ from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
+from bloomery.plan.recomputation import AUTO
 from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.attention_kernel import decide_attention
 from bloomery.train.checkpoint_store import Store
@@ -44,6 +45,7 @@ from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observers
 from bloomery.train.peering import announce_interludes, build_outer, peering_of_environment
 from bloomery.train.rank_diagnostics import explaining_out_of_memory, make_heartbeat, progress_with_ticks
+from bloomery.train.recomputation import AutoRecompute, least_room_bytes
 from bloomery.train.run_start import RunStart
 from bloomery.train.saver import Learner, begins_with
 from bloomery.train.settings import RunSettings, StartOptions, changes_of
@@ -80,13 +82,17 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         heartbeat.start().enter(RankActivity.BUILDING)
         control = Control(rundir, mesh, section=recipe.control, ends_process=options.ends_process)
         stack.callback(control.close)
-        cost = token_cost(
-            recipe.model,
+        # What 'auto' recomputes depends on the compilation, which is decided without it.
+        asked = "none" if recipe.train.recompute == AUTO else recipe.train.recompute
+        compilation = _compilation(recipe, _token_cost(recipe, vocabulary, recompute=asked), mesh)
+        auto_recompute = AutoRecompute(
+            loaded,
+            mesh,
             vocabulary=vocabulary,
-            sequence_length=recipe.data.sequence_length,
-            recompute=recipe.train.recompute,
+            compiled=compilation.on,
+            room_bytes=least_room_bytes(mesh),
         )
-        compilation = _compilation(recipe, cost, mesh)
+        recomputation = auto_recompute(recipe)
         if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
             heartbeat.expect_no_compilation()
         attention = decide_attention(recipe, mesh, rundir, vocabulary=vocabulary)
@@ -105,6 +111,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             mesh=mesh,
             compilation=compilation,
             attention=attention,
+            recomputation=recomputation,
             rundir=rundir,
             options=options,
             journal=journal,
@@ -124,6 +131,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             held_out=held_out,
             journal=journal,
             say=options.say,
+            auto_recompute=auto_recompute,
         )
         check = CorruptionCheck(
             model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: store.incarnation
@@ -132,7 +140,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             mesh=mesh,
             control=control,
             interludes=[*announce_interludes([held_out] if held_out else [], peering), check],
-            cost=cost,
+            cost=_token_cost(recipe, vocabulary, recompute=recomputation.mode),
             peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
             sequence_length=recipe.data.sequence_length,
             queue=lambda: data_stream.batches.queue,
@@ -248,6 +256,11 @@ def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
     """Return what 'auto' settings become on this device, for settings in which ranks must not differ."""
     precisions = {recipe.train.precision, *(precision for _, precision in recipe.train.precision_changes)}
     return {"train.precision": resolve_precision("auto", device)} if "auto" in precisions else {}
+
+
+def _token_cost(recipe: Recipe, vocabulary: int, *, recompute: str) -> TokenCost:
+    length = recipe.data.sequence_length
+    return token_cost(recipe.model, vocabulary=vocabulary, sequence_length=length, recompute=recompute)
 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh) -> Compilation:
