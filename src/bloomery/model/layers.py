@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from bloomery import torch_private
 from bloomery.model.fp8 import Maximum, fp8_linear
+from bloomery.model.fp8_scaling import Scaling, scaled_linear
 from bloomery.model.shape import ResolvedModel
 
 MatmulMode = Literal["native", "fp32", "fp8"]
@@ -39,11 +40,14 @@ def set_matmul_mode(module: nn.Module, matmul_mode: MatmulMode) -> None:
             cast(Any, part).matmul_mode = matmul_mode  # a module's stub cannot know this attribute
 
 
-def use_fp8_matmuls(module: nn.Module) -> None:
-    """Compute the matmuls of every `Linear` inside `module` with factors rounded to 8 bits."""
+def use_fp8_matmuls(module: nn.Module, scaling: Scaling = "tensor") -> None:
+    """Compute the matmuls of every `Linear` inside `module` with factors rounded to 8 bits.
+
+    scaling: what shares a scale.
+    """
     for part in module.modules():
         if isinstance(part, Linear):
-            part.matmul_mode = "fp8"
+            part.matmul_mode, part.scaling = "fp8", scaling
 
 
 def linear(
@@ -53,13 +57,18 @@ def linear(
     *,
     matmul_mode: MatmulMode,
     maximum: Maximum | None = None,
+    scaling: Scaling = "tensor",
+    splits_input: bool = False,
 ) -> Tensor:
     """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out].
 
-    maximum: see `fp8_linear`, the only one that asks for it.
+    maximum, scaling, splits_input: see `fp8_linear` and `scaled_linear`, which alone ask for them.
     """
     if matmul_mode == "fp8":
-        product = fp8_linear(x, weight, maximum)
+        if scaling == "tensor":
+            product = fp8_linear(x, weight, maximum)
+        else:
+            product = scaled_linear(x, weight, scaling=scaling, maximum=maximum, splits_input=splits_input)
         return product if bias is None else product + bias
     if matmul_mode == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
@@ -71,9 +80,13 @@ class Linear(nn.Module):
     """A weight [out, in] and perhaps a bias [out]. Values are undefined until initialised or loaded.
 
     maximum: the maximum over the ranks that hold the other parts of a split weight; None if it is whole.
+    splits_input: whether these ranks split the inputs of the layer; else they split its outputs.
+    scaling: what shares a scale where factors have 8 bits.
     """
 
     maximum: Maximum | None = None
+    splits_input = False
+    scaling: Scaling = "tensor"
 
     def __init__(
         self, rows: int, columns: int, *, bias: bool, device: torch.device, dtype: torch.dtype
@@ -85,17 +98,28 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] from [..., in]."""
-        return linear(x, self.weight, self.bias, matmul_mode=self.matmul_mode, maximum=self.maximum)
+        return self._product(x, self.bias)
 
     def matmul(self, x: Tensor) -> Tensor:
         """Do the same as `forward` without the bias, which is added after tensor-parallel ranks were
         summed.
         """
-        return linear(x, self.weight, matmul_mode=self.matmul_mode, maximum=self.maximum)
+        return self._product(x, None)
 
     def add_bias(self, product: Tensor) -> Tensor:
         """Return `product` with the bias added, if there is one."""
         return product if self.bias is None else product + self.bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(
+            x,
+            self.weight,
+            bias,
+            matmul_mode=self.matmul_mode,
+            maximum=self.maximum,
+            scaling=self.scaling,
+            splits_input=self.splits_input,
+        )
 
 
 class Embedding(nn.Module):

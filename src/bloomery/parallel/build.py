@@ -18,6 +18,7 @@ from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy, entropy
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
+from bloomery.model.fp8_scaling import Scaling
 from bloomery.model.initial_values import bigram_factors, fill_initial
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
 from bloomery.model.loss import IGNORED, LossSums
@@ -63,6 +64,7 @@ class TrainingModel:
     inner_sizes: measures inner tensors where that is asked for.
     compiled: whether any part of it is compiled with torch.compile.
     compiles_blocks: whether each block is compiled by itself (`compile_by_block`).
+    fp8_scaling: what shares a scale where matmuls have factors of 8 bits.
     """
 
     decoder: Decoder
@@ -76,6 +78,7 @@ class TrainingModel:
     inner_sizes: InnerSizes | None
     compiled: bool
     compiles_blocks: bool
+    fp8_scaling: Scaling = "tensor"
     current: SettingsInForce = field(default_factory=SettingsInForce)
 
     def clip_queries(self, limit: float) -> None:
@@ -148,7 +151,7 @@ class TrainingModel:
                 self.weights.set_working_dtype(dtype)
             set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
-                use_fp8_matmuls(self.decoder.blocks)
+                use_fp8_matmuls(self.decoder.blocks, self.fp8_scaling)
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(
@@ -244,6 +247,7 @@ def build_training_model(
     compiled: bool,
     resets_positions: bool = False,
     precision: str = "fp32",
+    fp8_scaling: Scaling = "tensor",
 ) -> TrainingModel:
     """Build this rank's part of the model on its device. Collective over the peer.
 
@@ -255,6 +259,7 @@ def build_training_model(
     compiled: whether to use torch.compile.
     resets_positions: whether learned positions count within documents.
     precision: the first phase's, so that the working weights are not made twice.
+    fp8_scaling: what shares a scale in phases of 'fp8'.
     """
     padded_vocabulary = vocabulary if model.vocabulary == "auto" else model.vocabulary
     stages = stages_of(model, parallel, vocabulary=padded_vocabulary, sequence_length=sequence_length)
@@ -300,6 +305,7 @@ def build_training_model(
         ),
         compiled=compiled,
         compiles_blocks=by_block,
+        fp8_scaling=fp8_scaling,
     )
     training_model.set_phase(precision=precision, recompute="none")
     return training_model

@@ -159,9 +159,9 @@ def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequ
         block.leave_attention, block.leave_mlp = (
             LeaveTensorParallelRegion(group, sequence=sequence) for _ in range(2)
         )
-        for part in block.modules():
+        for name, part in block.named_modules():
             if isinstance(part, Linear):
-                part.maximum = group.maximum
+                part.maximum, part.splits_input = group.maximum, SPLITS.get(name) == "columns"
     decoder.token_loss = VocabularyParallelLoss(group, vocabulary, sequence=sequence)
 
 
