@@ -5,7 +5,7 @@ torch checks shapes and strides of factors and scales on the device 'meta' as it
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,16 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from bloomery import torch_private
 from bloomery.model import fp8_scaling
-from bloomery.model.fp8_scaling import FineScaling, ScaledFactor, scaled, scaled_linear, widened
+from bloomery.model.fp8_scaling import (
+    FINE_SCALINGS,
+    FineScaling,
+    ScaledFactor,
+    scaled,
+    scaled_linear,
+    widened,
+)
 from bloomery.model.fp8_units import lacking_units, units_product
 
-SCALINGS: tuple[FineScaling, ...] = get_args(FineScaling)
 SIZES = ((256, 512, 384), (40, 130, 24), (128, 128, 128), (5, 33, 21))
 """Rows of both factors and what is summed, whole and not."""
 
@@ -145,7 +151,7 @@ def test_rows_are_multiplied_for_real_by_the_units_of_this_machine() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-3 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
 def test_a_layer_gives_the_units_what_cpus_compute_and_only_rows_add_up_fast(
     units: Units, monkeypatch: pytest.MonkeyPatch, scaling: FineScaling
 ) -> None:
@@ -163,7 +169,7 @@ def test_a_layer_gives_the_units_what_cpus_compute_and_only_rows_add_up_fast(
 
     expected = computed()
     assert not units.calls
-    monkeypatch.setattr(fp8_scaling, "_has_units", lambda _: True)
+    monkeypatch.setattr(fp8_scaling, "has_fp8_units", lambda _device: True)
     for found, wanted in zip(computed(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
     assert [call["is_fast"] for call in units.calls] == [scaling == "row", False, False]

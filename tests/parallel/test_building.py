@@ -221,6 +221,7 @@ def parts_of(calls: Calls, **changed: Any) -> TrainingModel:
     given: dict[str, Any] = dict(
         decoder=decoder,
         weights=weights,
+        fp8_weights=SimpleNamespace(use=calls.of("8-bit weights")),
         loss=None,
         mesh=SimpleNamespace(all_gather_object=lambda own: [3, own]),
         recompute={1: "full"},
@@ -245,6 +246,7 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     assert calls.seen == [
         ("working dtype", torch.bfloat16),
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
+        ("8-bit weights", {"wanted": False}),
         ("set_recompute", model.decoder, modes, {"splits_backward": False, "compiles": True}),
     ]
     assert model.current == SettingsInForce(precision="bf16", recompute="selective")
@@ -256,6 +258,7 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     assert calls.seen == [
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
         ("use_fp8_matmuls", "the blocks"),
+        ("8-bit weights", {"wanted": True}),
     ]
     assert model.current == SettingsInForce(precision="fp8", recompute="selective")
 

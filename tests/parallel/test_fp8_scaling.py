@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 from tests.layouts.comparison import LEARNT_NATS
 from tests.layouts.layouts import LLAMA
 from tests.layouts.training import Job, RankResult, train
 
-from bloomery.model.fp8_scaling import FineScaling
-
-SCALINGS: tuple[FineScaling, ...] = get_args(FineScaling)
+from bloomery.model.fp8_scaling import FINE_SCALINGS, FineScaling
 
 
 def trained(*settings: str) -> RankResult:
@@ -23,7 +19,7 @@ def wide() -> RankResult:
     return trained("train.precision=bf16")
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
 def test_a_run_learns_beside_bf16(wide: RankResult, scaling: FineScaling) -> None:
     narrow = trained("train.precision=fp8", f"train.fp8_scaling={scaling}")
     assert narrow.losses != wide.losses

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from bloomery import torch_private
-from bloomery.model.fp8 import Maximum, fp8_linear
-from bloomery.model.fp8_scaling import Scaling, scaled_linear
+from bloomery.model.fp8 import Fp8Weight, Maximum, fp8_linear
+from bloomery.model.fp8_scaling import ScaledWeight, Scaling, scaled_linear
 from bloomery.model.shape import ResolvedModel
 
 MatmulMode = Literal["native", "fp32", "fp8"]
@@ -56,19 +56,10 @@ def linear(
     bias: Tensor | None = None,
     *,
     matmul_mode: MatmulMode,
-    maximum: Maximum | None = None,
-    scaling: Scaling = "tensor",
-    splits_input: bool = False,
 ) -> Tensor:
-    """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out].
-
-    maximum, scaling, splits_input: see `fp8_linear` and `scaled_linear`, which alone ask for them.
-    """
+    """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
     if matmul_mode == "fp8":
-        if scaling == "tensor":
-            product = fp8_linear(x, weight, maximum)
-        else:
-            product = scaled_linear(x, weight, scaling=scaling, maximum=maximum, splits_input=splits_input)
+        product = fp8_linear(x, weight)
         return product if bias is None else product + bias
     if matmul_mode == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
@@ -79,14 +70,17 @@ def linear(
 class Linear(nn.Module):
     """A weight [out, in] and perhaps a bias [out]. Values are undefined until initialised or loaded.
 
-    maximum: the maximum over the ranks that hold the other parts of a split weight; None if it is whole.
-    splits_input: whether these ranks split the inputs of the layer; else they split its outputs.
-    scaling: what shares a scale where factors have 8 bits.
+    maximum, splits_input: how tensor-parallel ranks split the products, see `fp8_linear`.
+    scaling: what shares a scale in products of 8 bits.
+    fp8_weight, scaled_weight: what products of 8 bits know of the weight as it is now, with one scale or with
+        many; None: they find it themselves.
     """
 
     maximum: Maximum | None = None
-    splits_input = False
+    splits_input: bool = False
     scaling: Scaling = "tensor"
+    fp8_weight: Fp8Weight | None = None
+    scaled_weight: ScaledWeight | None = None
 
     def __init__(
         self, rows: int, columns: int, *, bias: bool, device: torch.device, dtype: torch.dtype
@@ -98,27 +92,34 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] from [..., in]."""
-        return self._product(x, self.bias)
+        if self.matmul_mode == "fp8":
+            return self.add_bias(self.matmul(x))
+        return linear(x, self.weight, self.bias, matmul_mode=self.matmul_mode)
 
     def matmul(self, x: Tensor) -> Tensor:
         """Do the same as `forward` without the bias, which is added after tensor-parallel ranks were
         summed.
         """
-        return self._product(x, None)
+        if self.matmul_mode == "fp8":
+            return self._fp8_product(x)
+        return linear(x, self.weight, matmul_mode=self.matmul_mode)
 
     def add_bias(self, product: Tensor) -> Tensor:
         """Return `product` with the bias added, if there is one."""
         return product if self.bias is None else product + self.bias
 
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(
+    def _fp8_product(self, x: Tensor) -> Tensor:
+        if self.scaling == "tensor":
+            return fp8_linear(
+                x, self.weight, self.maximum, splits_input=self.splits_input, fp8_weight=self.fp8_weight
+            )
+        return scaled_linear(
             x,
             self.weight,
-            bias,
-            matmul_mode=self.matmul_mode,
-            maximum=self.maximum,
             scaling=self.scaling,
+            maximum=self.maximum,
             splits_input=self.splits_input,
+            scaled_weight=self.scaled_weight,
         )
 
 

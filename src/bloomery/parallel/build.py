@@ -34,6 +34,7 @@ from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.parallel.recompute import compile_by_block, compiled_function, set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
+from bloomery.parallel.scaled_weights import NarrowWeights, narrow_weights
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
 
@@ -69,6 +70,7 @@ class TrainingModel:
 
     decoder: Decoder
     weights: MasterWeights
+    fp8_weights: NarrowWeights
     loss: LocalLoss
     mesh: Mesh
     recompute: Mapping[int, str]
@@ -152,6 +154,7 @@ class TrainingModel:
             set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
                 use_fp8_matmuls(self.decoder.blocks, self.fp8_scaling)
+            self.fp8_weights.use(wanted=precision == "fp8")
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(
@@ -294,6 +297,9 @@ def build_training_model(
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
+        fp8_weights=narrow_weights(
+            decoder, weights, mesh=mesh, parallel=parallel, scaling=fp8_scaling, compiled=compiled
+        ),
         loss=_micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
         recompute=_recompute_by_block(own_stages, parallel),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -91,6 +91,7 @@ class MasterWeights:
     dtype: of the working weights.
     scope: whether the masters are equal on all peers of an elastic run ('shared'), or this peer's own
         ('peer').
+    after_rounding: is called when the masters have changed and were rounded. Collective over the peer.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class MasterWeights:
         self._tap: GradientTap | None = None
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
+        self.after_rounding: Callable[[], None] = lambda: None
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
@@ -209,6 +211,7 @@ class MasterWeights:
         """Round the masters to the working weights. Collective over the peer."""
         for group in self._groups:
             group.copy_masters_to_working()
+        self.after_rounding()
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""

@@ -159,9 +159,10 @@ def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequ
         block.leave_attention, block.leave_mlp = (
             LeaveTensorParallelRegion(group, sequence=sequence) for _ in range(2)
         )
-        for name, part in block.named_modules():
+        for part in block.modules():
             if isinstance(part, Linear):
-                part.maximum, part.splits_input = group.maximum, SPLITS.get(name) == "columns"
+                part.maximum = group.maximum
+        block.attention.output.splits_input = block.mlp.down.splits_input = True
     decoder.token_loss = VocabularyParallelLoss(group, vocabulary, sequence=sequence)
 
 
