@@ -5,6 +5,7 @@ torch checks shapes and strides of factors and scales on the device 'meta' as it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,6 +174,41 @@ def test_a_layer_gives_the_units_what_cpus_compute_and_only_rows_add_up_fast(
     for found, wanted in zip(computed(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
     assert [call["is_fast"] for call in units.calls] == [scaling == "row", False, False]
+
+
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
+def test_traced_code_passes_the_layouts_that_were_made(
+    monkeypatch: pytest.MonkeyPatch, scaling: FineScaling
+) -> None:
+    """`make soak PART=compiled` does the same with compiled code."""
+    assert_compiled_alike(monkeypatch, scaling, backend="aot_eager")
+
+
+def assert_compiled_alike(monkeypatch: pytest.MonkeyPatch, scaling: FineScaling, *, backend: str) -> None:
+    """Compile a product and its gradients as on a GPU, and check what the units are given."""
+    units = Units()
+    monkeypatch.setattr(torch_private, "scaled_matmul", _checked(units, torch_private.scaled_matmul))
+    monkeypatch.setattr(fp8_scaling, "has_fp8_units", lambda _device: True)
+    generator = torch.Generator().manual_seed(3)
+    x, weight, slope = (
+        torch.randn(*shape, generator=generator) for shape in ((200, 260), (130, 260), (200, 130))
+    )
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return scaled_linear(x * 2, weight, scaling=scaling)
+
+    def computed(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = function(own_x, own_weight)
+        y.backward(slope)
+        assert own_x.grad is not None and own_weight.grad is not None
+        return [y.detach(), own_x.grad, own_weight.grad]
+
+    expected = computed(product)
+    compiled = computed(torch.compile(product, fullgraph=True, dynamic=False, backend=backend))
+    assert len(units.calls) == 6, "three products each"
+    for found, wanted in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(
