@@ -32,7 +32,7 @@ def scaling_mistakes(recipe: Recipe) -> Iterator[Finding]:
     yield Finding(
         key="train.fp8_scaling",
         problem=f"scales blocks of {block} channels, and parallel.tensor = {tensor} does not divide "
-        f"{' and '.join(wrong)} into whole ones",
+        f"{', '.join(wrong)} into whole ones",
         remedy=f"{fitting} train.fp8_scaling = 'row' or 'tensor'.",
     )
 
