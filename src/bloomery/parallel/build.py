@@ -19,6 +19,7 @@ from bloomery.evaluate.scoring import Entropy, entropy
 from bloomery.events.machine import processors_of_a_rank
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
+from bloomery.model.fp8_scaling import Scaling
 from bloomery.model.initial_filling import InitialBox, fill_initial
 from bloomery.model.initial_values import bigram_factors
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
@@ -27,7 +28,6 @@ from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.flat import WeightStorage
-from bloomery.parallel.fp8_weights import Fp8Weights
 from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import QueryKeyClip
@@ -36,6 +36,7 @@ from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.parallel.recompute import compile_by_block, compiled_function, set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
+from bloomery.parallel.scaled_weights import NarrowWeights, narrow_weights
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
 
@@ -66,11 +67,12 @@ class TrainingModel:
     inner_sizes: measures inner tensors where that is asked for.
     compiled: whether any part of it is compiled with torch.compile.
     compiles_blocks: whether each block is compiled by itself (`compile_by_block`).
+    fp8_scaling: what shares a scale where matmuls have factors of 8 bits.
     """
 
     decoder: Decoder
     weights: MasterWeights
-    fp8_weights: Fp8Weights
+    fp8_weights: NarrowWeights
     loss: LocalLoss
     mesh: Mesh
     recompute: Mapping[int, str]
@@ -80,6 +82,7 @@ class TrainingModel:
     inner_sizes: InnerSizes | None
     compiled: bool
     compiles_blocks: bool
+    fp8_scaling: Scaling = "tensor"
     current: SettingsInForce = field(default_factory=SettingsInForce)
 
     def clip_queries(self, limit: float) -> None:
@@ -152,7 +155,7 @@ class TrainingModel:
                 self.weights.set_working_dtype(dtype)
             set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
-                use_fp8_matmuls(self.decoder.blocks)
+                use_fp8_matmuls(self.decoder.blocks, self.fp8_scaling)
             self.fp8_weights.use(wanted=precision == "fp8")
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
@@ -253,6 +256,7 @@ def build_training_model(
     compiled: bool,
     resets_positions: bool = False,
     precision: str = "fp32",
+    fp8_scaling: Scaling = "tensor",
 ) -> TrainingModel:
     """Build this rank's part of the model on its device. Collective over the peer.
 
@@ -264,6 +268,7 @@ def build_training_model(
     compiled: whether to use torch.compile.
     resets_positions: whether learned positions count within documents.
     precision: the first phase's, so that the working weights are not made twice.
+    fp8_scaling: what shares a scale in phases of 'fp8'.
     """
     padded_vocabulary = vocabulary if model.vocabulary == "auto" else model.vocabulary
     stages = stages_of(model, parallel, vocabulary=padded_vocabulary, sequence_length=sequence_length)
@@ -277,7 +282,6 @@ def build_training_model(
     )
     decoder.resets_positions = resets_positions
     weights = _split_into_masters(decoder, optim, mesh=mesh, parallel=parallel, precision=precision)
-    frees_weights = weights.gathers_weights or parallel.working == "by-block"
     by_block = compiled and compile_by_block(decoder, mesh=mesh, parallel=parallel)
     as_a_whole = compiled and not by_block
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
@@ -299,7 +303,9 @@ def build_training_model(
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
-        fp8_weights=Fp8Weights(decoder, weights, mesh=mesh, keeps_copies=not frees_weights),
+        fp8_weights=narrow_weights(
+            decoder, weights, mesh=mesh, parallel=parallel, scaling=fp8_scaling, compiled=compiled
+        ),
         loss=_micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
         recompute=_recompute_by_block(own_stages, parallel),
@@ -311,6 +317,7 @@ def build_training_model(
         ),
         compiled=compiled,
         compiles_blocks=by_block,
+        fp8_scaling=fp8_scaling,
     )
     training_model.set_phase(precision=precision, recompute="none")
     return training_model
