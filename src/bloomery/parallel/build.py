@@ -18,32 +18,27 @@ from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy, entropy
 from bloomery.events.machine import processors_of_a_rank
 from bloomery.model.decoder import Decoder, build
-from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.fp8_scaling import Scaling
 from bloomery.model.initial_filling import InitialBox, fill_initial
 from bloomery.model.initial_values import bigram_factors
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
-from bloomery.model.loss import IGNORED, LossSums
+from bloomery.model.loss import IGNORED
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.flat import WeightStorage
 from bloomery.parallel.inner_sizes import InnerSizes
+from bloomery.parallel.local_loss import LocalLoss, micro_batch_loss, tensor_loss_of
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import QueryKeyClip
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.rank_zero_task import ReportProgress
-from bloomery.parallel.recompute import compile_by_block, compiled_function, set_recompute
+from bloomery.parallel.recompute import compile_by_block, set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
 from bloomery.parallel.scaled_weights import NarrowWeights, narrow_weights
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
-
-LocalLoss = Callable[[MicroBatch, int], LossSums]
-"""(micro-batch, completed steps) → sums over its tokens."""
-TensorLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossSums]
-"""(tokens, targets, documents, dropout rows) → sums over the tokens."""
 
 
 @dataclass(kw_only=True)
@@ -299,14 +294,14 @@ def build_training_model(
         )
         pipeline = Pipeline(mesh, stages, schedule=parallel.schedule, computation=computation)
     compiles = "whole" if as_a_whole else "loss" if compiled and mesh.tensor.degree == 1 else ""
-    tensor_loss = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiles=compiles)
+    tensor_loss = tensor_loss_of(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiles=compiles)
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
         fp8_weights=narrow_weights(
             decoder, weights, mesh=mesh, parallel=parallel, scaling=fp8_scaling, compiled=compiled
         ),
-        loss=_micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
+        loss=micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
         recompute=_recompute_by_block(own_stages, parallel),
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
@@ -368,39 +363,3 @@ def _empty_batch(decoder: Decoder) -> MicroBatch:
     return MicroBatch(
         tokens=tokens, targets=torch.full_like(tokens, IGNORED), documents=None, samples=samples
     )
-
-
-def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str) -> TensorLoss:
-    """The loss as a function of only tensors, which torch.compile can compile.
-
-    compiles: 'whole' for the forward and the loss together, 'loss' for only the loss, '' for nothing.
-    """
-    loss_of_hidden = compiled_function(decoder.loss) if compiles == "loss" else decoder.loss
-
-    def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
-        address = None if rows is None else DropoutAddress(rows=rows)
-        hidden = decoder(tokens, documents=documents, address=address)
-        return loss_of_hidden(hidden, targets, z_loss=z_loss, chunk=chunk)
-
-    return compiled_function(loss) if compiles == "whole" else loss
-
-
-def _micro_batch_loss(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:
-    """The loss of a micro-batch.
-
-    dropout_seed: None for no dropout. Its address is hashed here, outside of compiled code.
-    reports: whether this rank reports the loss's terms; tensor-parallel ranks all compute the same ones.
-    """
-
-    def of_micro_batch(batch: MicroBatch, step: int) -> LossSums:
-        rows = None
-        if dropout_seed is not None:
-            positions = range(batch.tokens.shape[1])
-            rows = dropout_address(
-                seed=dropout_seed, step=step, samples=batch.samples, positions=positions
-            ).rows
-        sums = loss(batch.tokens, batch.targets, batch.documents, rows)
-        nothing = torch.zeros_like(sums.z)
-        return sums if reports else LossSums(sums.total, nothing, nothing)
-
-    return of_micro_batch
