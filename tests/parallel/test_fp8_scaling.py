@@ -27,7 +27,7 @@ def test_a_run_learns_beside_bf16(wide: RankResult, scaling: FineScaling) -> Non
     assert narrow.losses[0] - narrow.losses[-1] >= LEARNT_NATS
 
 
-@pytest.mark.parametrize("recompute", ["elementwise", "full"])
+@pytest.mark.parametrize("recompute", ["elementwise", "mlp", "full"])
 def test_what_is_computed_again_is_rounded_to_the_same_bits(recompute: str) -> None:
     settings = ("train.precision=fp8", "train.fp8_scaling=block")
     kept, again = (
