@@ -24,7 +24,7 @@ from bloomery.evaluate.open_checkpoint import blocks_from_file, open_saved
 from bloomery.interchange import huggingface
 from bloomery.interchange.weight_files import CHECKSUMS
 from bloomery.model.decoder import build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 
 EOD = "<|endoftext|>"
 

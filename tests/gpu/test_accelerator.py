@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import loss_cases
+from tests.kernels import accumulate_cases, loss_cases
 from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
@@ -58,6 +58,10 @@ def test_attention_by_tiles_is_attention_up_to_the_roundings_of_bf16(case: Case)
 def test_the_loss_in_bf16_is_that_of_fp64_up_to_roundings(vocabulary: int) -> None:
     found = loss_cases.differences(tokens=256, vocabulary=vocabulary, device="cuda", dtype=torch.bfloat16)
     assert max(found) < 0.02
+
+
+def test_sums_of_gradients_have_the_bits_of_torchs() -> None:
+    assert all(accumulate_cases.all_cases("cuda", (*accumulate_cases.SIZES, 2**24 + 9)))
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(

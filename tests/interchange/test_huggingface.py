@@ -23,7 +23,7 @@ from bloomery.interchange.huggingface import export, fill, import_
 from bloomery.interchange.logits_check import CompareMethod, check_logits, load_with_transformers
 from bloomery.interchange.tensor_matching import join_parts
 from bloomery.model.decoder import Decoder, build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 
 VOCABULARY, LENGTH = 96, 24
 

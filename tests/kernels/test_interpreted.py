@@ -26,5 +26,15 @@ def test_the_loss_whose_gradient_replaces_the_logits_has_the_terms_and_gradients
         assert max(differences) < 1e-5
 
 
+def test_sums_of_gradients_have_the_bits_of_torchs_and_touch_nothing_beside_them() -> None:
+    assert interpreted("tests.kernels.accumulate_cases") == [True] * 40
+
+
+def test_codes_of_8_bits_and_their_transpose_are_torchs_and_nothing_is_written_beside_them() -> None:
+    cases = interpreted("tests.kernels.fp8_cases")
+    assert len(cases) == 30
+    assert cases == dict.fromkeys(cases, 0)
+
+
 def test_the_compiler_takes_attention_whole_forward_and_backward() -> None:
     assert interpreted("tests.kernels.compiled_cases") == [0.0] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from tests.layouts.layouts import LLAMA
@@ -90,6 +91,46 @@ def started(zero: int, rank: int) -> Start:
         tokens=entropy.tokens,
         most_blocks=max(gathered, default=0) / block,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredBlocks:
+    """order: the blocks in the order in which their gathers began. most_blocks: that had weights at once."""
+
+    order: list[str]
+    most_blocks: int
+
+
+def gathered_blocks(settings: tuple[str, ...], rank: int) -> GatheredBlocks:
+    """Train on two micro-batches and evaluate one, with six blocks in two shards; note each gather."""
+    recipe = recipe_of(LLAMA, ("parallel.data=2", "parallel.zero=3", "model.layers=6", *settings))
+    degrees = degrees_of(recipe.parallel, world=2)
+    assert degrees is not None
+    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"))
+    model = build(recipe, mesh)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="fp32", recompute=recipe.train.recompute)
+    groups = [group for group in model.weights._groups if group.layout.bucket]
+    firsts = {group.layout.bucket: group for group in reversed(groups)}
+    begin, order, most = FlatGroup.begin_gathering, list[str](), 0
+
+    def noted(group: FlatGroup) -> None:
+        nonlocal most
+        was_freed = group.working.untyped_storage().size() == 0
+        begin(group)
+        if was_freed and firsts.get(group.layout.bucket) is group:
+            order.append(group.layout.bucket)
+        most = max(
+            most, len({each.layout.bucket for each in groups if each.working.untyped_storage().size()})
+        )
+
+    tokens = torch.arange(64).reshape(2, 32) % 90
+    batch = MicroBatch(tokens=tokens, targets=tokens, documents=None, samples=torch.arange(2))
+    with patch.object(FlatGroup, "begin_gathering", noted):
+        model.accumulate([batch, batch], 0, weight=1.0)
+        model.weights.reduce()
+        model.entropy([batch])
+    return GatheredBlocks(order=order, most_blocks=most)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -17,9 +17,9 @@ from bloomery.data.order import Order
 from bloomery.data.position import EVERYTHING
 from bloomery.data_loader.batches import Batches
 from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, mesh_of
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.ranks import degrees_of
 from bloomery.plan.schedule import Phase, learning_rate, phase_at
 from bloomery.train.state import Goal, TrainState

@@ -15,7 +15,7 @@ from bloomery.kernels.rules import Rules
 from bloomery.model import attention, decoder
 from bloomery.model.dropout import ElementKeys, dropout_address
 from bloomery.model.fused_attention import MOST_WIDTH, Visibility, document_ranges, supports_tiled_attention
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.plan.block_cost import WIDEST_TILED_HEAD
 
 SECTION = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, init_std=0.2)

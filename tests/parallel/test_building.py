@@ -17,6 +17,7 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy
+from bloomery.model.initial_filling import InitialBox
 from bloomery.model.initial_values import bigram_factors
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
@@ -63,11 +64,17 @@ def model_of(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "storage", "bucket_bytes", "overlaps"),
+    ("parallel", "storage", "bucket_bytes", "overlaps", "prefetch_blocks"),
     [
-        (ParallelSection(overlap=False, bucket_mb=2.5), WeightStorage(), 2_500_000, False),
-        (ParallelSection(offload="cpu", zero=1), WeightStorage(zero=1, offload=True), 25_000_000, True),
-        (ParallelSection(working="by-block"), WeightStorage(rounds_by_block=True), 25_000_000, True),
+        (ParallelSection(overlap=False, bucket_mb=2.5), WeightStorage(), 2_500_000, False, 2),
+        (ParallelSection(offload="cpu", zero=1), WeightStorage(zero=1, offload=True), 25_000_000, True, 2),
+        (
+            ParallelSection(working="by-block", prefetch_blocks=3),
+            WeightStorage(rounds_by_block=True),
+            25_000_000,
+            True,
+            3,
+        ),
     ],
 )
 def test_masters_are_stored_and_summed_as_the_recipe_says(
@@ -75,6 +82,7 @@ def test_masters_are_stored_and_summed_as_the_recipe_says(
     storage: WeightStorage,
     bucket_bytes: int,
     overlaps: bool,
+    prefetch_blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, Any] = {}
@@ -91,6 +99,7 @@ def test_masters_are_stored_and_summed_as_the_recipe_says(
         "names": tuple(logical_shapes(model.decoder.model)),
         "bucket_bytes": bucket_bytes,
         "overlaps": overlaps,
+        "prefetch_blocks": prefetch_blocks,
         "working": torch.float16,
     }
 
@@ -221,6 +230,7 @@ def parts_of(calls: Calls, **changed: Any) -> TrainingModel:
     given: dict[str, Any] = dict(
         decoder=decoder,
         weights=weights,
+        fp8_weights=SimpleNamespace(use=calls.of("8-bit weights")),
         loss=None,
         mesh=SimpleNamespace(all_gather_object=lambda own: [3, own]),
         recompute={1: "full"},
@@ -245,6 +255,7 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     assert calls.seen == [
         ("working dtype", torch.bfloat16),
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
+        ("8-bit weights", {"wanted": False}),
         ("set_recompute", model.decoder, modes, {"splits_backward": False, "compiles": True}),
     ]
     assert model.current == SettingsInForce(precision="bf16", recompute="selective")
@@ -256,6 +267,7 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     assert calls.seen == [
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
         ("use_fp8_matmuls", "the blocks"),
+        ("8-bit weights", {"wanted": True}),
     ]
     assert model.current == SettingsInForce(precision="fp8", recompute="selective")
 
@@ -366,19 +378,22 @@ def test_each_box_is_filled_by_its_logical_name_and_place_and_then_the_weights_a
     ]
     model.weights.state_entries = lambda: entries  # type: ignore[method-assign, assignment, return-value]
     model.weights.copy_masters_to_working = calls.of("rounded")  # type: ignore[method-assign]
-    monkeypatch.setattr(built, "fill_initial", calls.of("filled"))
+    monkeypatch.setattr(
+        built, "fill_initial", lambda boxes, **more: calls.seen.append(("filled", list(boxes), more))
+    )
+    monkeypatch.setattr(built, "processors_of_a_rank", lambda: 2.7)
     monkeypatch.setattr(
         TrainingModel, "_fill_from_bigrams", lambda self, names, make: calls.seen.append(names)
     )
     model.initialise(seed=5, bigrams=lambda: pytest.fail("what counts them calls it"))
     wanted = [
-        ("filled", e.tensor, e.tensor,
-         {"global_shape": (8, 4), "offset": e.box.offset, "model": model.decoder.model, "seed": 5})
-        for e in entries
-    ]  # fmt: skip
+        InitialBox(tensor=e.tensor, name=e.tensor, global_shape=(8, 4), offset=e.box.offset) for e in entries
+    ]
     counted = ("embedding.weight", "head.weight")
-    expected: list[Any] = [wanted[1], counted] if init == "bigram" else wanted
-    assert calls.seen == [*expected, ("rounded",)]
+    boxes = wanted[1:2] if init == "bigram" else wanted
+    filled = ("filled", boxes, {"model": model.decoder.model, "seed": 5, "threads": 3})
+    rest: list[Any] = [counted] if init == "bigram" else []
+    assert calls.seen == [filled, *rest, ("rounded",)]
 
 
 def test_a_micro_batch_that_is_computed_once_more_leaves_its_digest_alone() -> None:

@@ -16,9 +16,9 @@ from bloomery.optim.clip import CountedGradient, examine
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel import optimizers as optimizers_module
 from bloomery.parallel.axis import Axis
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers, QueryKeyClip
-from bloomery.parallel.precision import LossScale
 
 SHAPES = {
     "embedding.weight": (8, 4),

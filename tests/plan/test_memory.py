@@ -134,7 +134,21 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
         (of(Layout(data=4, zero=2)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 4 * SHARD, 8 * SHARD),
         (
             of(Layout(data=4, zero=3)),
-            2 * (2 * EMBEDDING + NORM + 2 * BLOCK),
+            2 * (2 * EMBEDDING + NORM + 3 * BLOCK),
+            4 * (SHARD + 2 * BLOCK),
+            4 * SHARD,
+            8 * SHARD,
+        ),
+        (
+            of(Layout(data=4, zero=3, prefetch_blocks=3)),
+            2 * (2 * EMBEDDING + NORM + 4 * BLOCK),
+            4 * (SHARD + 2 * BLOCK),
+            4 * SHARD,
+            8 * SHARD,
+        ),
+        (
+            of(Layout(data=4, zero=3, overlaps=False)),
+            2 * (2 * EMBEDDING + NORM + BLOCK),
             4 * (SHARD + 2 * BLOCK),
             4 * SHARD,
             8 * SHARD,
@@ -143,7 +157,7 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
         (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 0, 0),
         (
             of(Layout(data=4, tensor=2, zero=3)),
-            2 * (HALF - 4 * BLOCK / 2),
+            2 * (HALF - 3 * BLOCK / 2),
             4 * (HALF / 4 + BLOCK),
             HALF,
             2 * HALF,

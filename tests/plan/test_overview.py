@@ -29,6 +29,7 @@ attention_norm query_key_norm attention mlp_norm mlp matrices saves first_step f
 global_batch micro_batch
 micro_batches samples tokens step sample peak_stage rank_parameters kept_at_end interval_steps
 best_interval_steps failures head_rank tensor pipeline data zero shard chunks per_node model_flops cost
+prefetch_blocks
 """
 UNITS = """
 ratio

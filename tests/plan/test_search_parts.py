@@ -109,7 +109,7 @@ def test_a_result_as_json_has_each_layout_with_its_step() -> None:
 
 def tried(count: int, *, per_node: int = 4, overlap: bool = True, **model: Any) -> list[str]:
     shape = load_recipe("demo", [f"model.{key}={value}" for key, value in model.items()]).recipe.model
-    recipe: Any = SimpleNamespace(model=shape, parallel=SimpleNamespace(overlap=overlap))
+    recipe: Any = SimpleNamespace(model=shape, parallel=SimpleNamespace(overlap=overlap, prefetch_blocks=3))
     work = SimpleNamespace(layout=Layout(per_node=per_node))
     found = list(_layouts(SimpleNamespace(recipe=recipe, accelerators=count, work=work)))  # type: ignore[arg-type]
     for layout in found:

@@ -17,7 +17,7 @@ from tests.parallel.test_query_key_clip import assert_compiled_clamps_alike
 from bloomery.config.model import ModelSection
 from bloomery.model.decoder import build
 from bloomery.model.dropout import dropout_address
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.model.loss import next_token_loss
 
 

@@ -118,8 +118,18 @@ class ParallelSection:
         True,
         kind="free",
         at_start=True,
-        help="Whether gradients are summed over data-parallel ranks, and sharded weights gathered, while the "
-        "backward and the forward go on. Off, the same collectives follow them, with the same bits.",
+        help="Whether gradients are summed over data-parallel ranks, and sharded or updated weights are "
+        "gathered, while the backward and the forward go on. Off, the same collectives follow them, with the "
+        "same bits.",
+    )
+    prefetch_blocks: int = setting(
+        2,
+        kind="free",
+        at_start=True,
+        minimum=0,
+        help="Number of blocks whose sharded weights (zero = 3) are gathered ahead, while the blocks before "
+        "them are computed, in forward and backward; so many blocks and one more have weights in memory at "
+        "one time. Without effect where overlap = false.",
     )
     bucket_mb: float = setting(
         25.0,
@@ -127,7 +137,8 @@ class ParallelSection:
         at_start=True,
         minimum=0.0,
         help="Megabytes of fp32 gradients that data-parallel ranks sum at one time under ZeRO 0 and 1 (2 and "
-        "3 sum those of a block); 0: each optimizer group at one time.",
+        "3 sum those of a block); 0: each optimizer group at one time. The updated weights of four times as "
+        "many elements are gathered at one time under ZeRO 1.",
     )
     ranks_per_node: int | Auto = setting(
         "auto",

@@ -16,15 +16,18 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy, entropy
+from bloomery.events.machine import processors_of_a_rank
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
-from bloomery.model.initial_values import bigram_factors, fill_initial
+from bloomery.model.initial_filling import InitialBox, fill_initial
+from bloomery.model.initial_values import bigram_factors
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.flat import WeightStorage
+from bloomery.parallel.fp8_weights import Fp8Weights
 from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import QueryKeyClip
@@ -67,6 +70,7 @@ class TrainingModel:
 
     decoder: Decoder
     weights: MasterWeights
+    fp8_weights: Fp8Weights
     loss: LocalLoss
     mesh: Mesh
     recompute: Mapping[int, str]
@@ -149,6 +153,7 @@ class TrainingModel:
             set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
                 use_fp8_matmuls(self.decoder.blocks)
+            self.fp8_weights.use(wanted=precision == "fp8")
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(
@@ -165,17 +170,21 @@ class TrainingModel:
         model = self.decoder.model
         from_bigrams = model.section.embedding_init == "bigram"
         counted = ("embedding.weight", "head.weight") if from_bigrams else ()
-        for entry in self.weights.state_entries():
-            name = entry.name.removeprefix("model.")
-            if name not in counted:
-                fill_initial(
-                    entry.tensor,
-                    name,
-                    global_shape=entry.global_shape,
-                    offset=entry.box.offset,
-                    model=model,
-                    seed=seed,
-                )
+        boxes = (
+            InitialBox(
+                tensor=entry.tensor,
+                name=entry.name.removeprefix("model."),
+                global_shape=entry.global_shape,
+                offset=entry.box.offset,
+            )
+            for entry in self.weights.state_entries()
+        )
+        fill_initial(
+            (box for box in boxes if box.name not in counted),
+            model=model,
+            seed=seed,
+            threads=round(processors_of_a_rank()),
+        )
         if counted:
             self._fill_from_bigrams(
                 counted,
@@ -268,6 +277,7 @@ def build_training_model(
     )
     decoder.resets_positions = resets_positions
     weights = _split_into_masters(decoder, optim, mesh=mesh, parallel=parallel, precision=precision)
+    frees_weights = weights.gathers_weights or parallel.working == "by-block"
     by_block = compiled and compile_by_block(decoder, mesh=mesh, parallel=parallel)
     as_a_whole = compiled and not by_block
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
@@ -289,6 +299,7 @@ def build_training_model(
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
+        fp8_weights=Fp8Weights(decoder, weights, mesh=mesh, keeps_copies=not frees_weights),
         loss=_micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
         recompute=_recompute_by_block(own_stages, parallel),
@@ -333,6 +344,7 @@ def _split_into_masters(
         names=tuple(logical_shapes(decoder.model)),
         bucket_bytes=round(parallel.bucket_mb * 1e6),
         overlaps=parallel.overlap,
+        prefetch_blocks=parallel.prefetch_blocks,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.model.decoder import Decoder
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.accumulate import add_gradient
 from bloomery.parallel.axis import PendingCollective
 from bloomery.parallel.mesh import Mesh
 
@@ -124,7 +125,7 @@ class FlatGroup:
         return self.shards_weights or (self._rounds_by_block and self.working is not self.master)
 
     def set_working_dtype(self, working: torch.dtype) -> None:
-        """Give the parameters memory for weights of another precision; `copy_masters_to_working` fills it.
+        """Give the parameters memory for weights of another precision; `round_masters` fills it.
 
         Weights that are freed have no memory until they are gathered, so that no rank ever holds all of them.
         """
@@ -136,15 +137,25 @@ class FlatGroup:
             parameter.data = self.working[place.start : place.start + place.numel].view(place.shape)
         self.free_weights()
 
+    @property
+    def gathers_after_update(self) -> bool:
+        """Whether working weights are gathered from shards once after each update, and then kept."""
+        return self._mesh.shard.degree > 1 and not self.shards_weights
+
     @torch.no_grad()
-    def copy_masters_to_working(self) -> None:
-        """Round the masters to the working weights. Collective over the shard axis."""
-        if self.working is self.master:
-            return
+    def round_masters(self) -> None:
+        """Round the masters to this rank's shard of the working weights, or free those that are freed."""
         if self.frees_weights:
             self.free_weights()
-            return
-        self._fill_working()
+        elif self.working is not self.master:
+            self._mesh.shard.local_shard(self.working).copy_(self.master)
+
+    def begin_gathering_range(self, elements: range) -> PendingCollective:
+        """Begin to gather these elements of the working weights, where they are gathered after an update.
+
+        Collective over the shard axis; `round_masters` comes first.
+        """
+        return self._mesh.shard.begin_all_gather(self.working, elements)
 
     @torch.no_grad()
     def begin_gathering(self) -> None:
@@ -206,12 +217,8 @@ class FlatGroup:
             self._summed = torch.zeros(self.layout.numel, device=self._device)
             self._untouched, self._awaited = set(self._placements), set(self._placements)
         destination = self._summed[place.start : place.start + place.numel].view(place.shape)
-        if parameter in self._untouched:
-            # Copying saves a pass over memory that zeroing and adding would take.
-            destination.copy_(parameter.grad)
-            self._untouched.discard(parameter)
-        else:
-            destination.add_(parameter.grad)
+        add_gradient(destination, parameter.grad, is_first=parameter in self._untouched)
+        self._untouched.discard(parameter)
         parameter.grad = None
         if is_last:
             self._awaited.discard(parameter)
@@ -287,46 +294,6 @@ class FlatGroup:
         if self._gathering is not None:
             self._gathering.wait_for_collective()
             self._gathering = None
-
-    def _fill_working(self) -> None:
-        self._mesh.shard.local_shard(self.working).copy_(self.master)
-        self._mesh.shard.all_gather(self.working)
-
-
-def gather_around(
-    block: nn.Module,
-    groups: Sequence[FlatGroup],
-    *,
-    before: Sequence[FlatGroup] = (),
-    after: Sequence[FlatGroup] = (),
-) -> None:
-    """Hook a block so that its weights are gathered for its forward and its backward, and freed after each.
-
-    groups: those with the block's parameters. before, after: those of the blocks before and after it, which a
-    backward or a forward needs next: they are gathered while this block is computed. A forward or backward is
-    then collective over the shard axis.
-    """
-
-    def gather(following: Sequence[FlatGroup]) -> None:
-        for group in groups:
-            group.all_gather_weights()
-        for group in following:
-            group.begin_gathering()
-
-    def before_forward(module: nn.Module, inputs: object) -> None:
-        gather(after)
-
-    def before_backward(gradient: Tensor) -> None:
-        gather(before)
-
-    def after_forward(module: nn.Module, inputs: object, output: Tensor) -> None:
-        for group in groups:
-            group.free_weights()
-        if output.requires_grad:
-            output.register_hook(before_backward)
-
-    block.register_forward_pre_hook(before_forward)
-    block.register_forward_hook(after_forward)
 
 
 def weak_hook(method: Callable[[nn.Parameter], None]) -> Callable[[Tensor], None]:

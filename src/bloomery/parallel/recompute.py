@@ -123,8 +123,10 @@ def _kept_or_recomputed(_context: Any, operator: Any, *_arguments: Any, **_keywo
     """Return what torch asks for each operator of a block: whether its result is kept for the backward."""
     namespace, name = operator.name().split("::")
     is_product = namespace == "aten" and name.split(".")[0] in _PRODUCTS
-    # What a collective returns is kept, and waiting for it again costs nothing.
-    is_ours = namespace == "bloomery" or (namespace == "_c10d_functional" and name != "wait_tensor")
+    # What a collective returns is kept, and waiting for it again costs nothing. Rounding to 8 bits is a pass
+    # over memory.
+    is_ours = namespace == "bloomery" and not name.startswith("fp8_")
+    is_ours |= namespace == "_c10d_functional" and name != "wait_tensor"
     return CheckpointPolicy.MUST_SAVE if is_product or is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -162,6 +162,7 @@ def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequ
         for part in block.modules():
             if isinstance(part, Linear):
                 part.maximum = group.maximum
+        block.attention.output.splits_input = block.mlp.down.splits_input = True
     decoder.token_loss = VocabularyParallelLoss(group, vocabulary, sequence=sequence)
 
 

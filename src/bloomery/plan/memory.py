@@ -82,12 +82,13 @@ def stage_memory(
         later = parameters_held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
-    # ZeRO 3 gathers a block while the one before it is computed, and embedding and head for the whole step;
+    # ZeRO 3 gathers blocks while those before them are computed, and embedding and head for the whole step;
     # it keeps no other shard of the working weights than the masters. ZeRO 2 holds the whole gradient of a
     # block while that of the next is made.
     two_blocks = min(stage.blocks, 2) * one_block
+    gathered = min(stage.blocks, 1 + (layout.prefetch_blocks if layout.overlaps else 0)) * one_block
     ends = parameters_held - stage.blocks * one_block
-    weights = ends + two_blocks if layout.zero == 3 else parameters_held
+    weights = ends + gathered if layout.zero == 3 else parameters_held
     if layout.rounds_by_block and width < 4:
         weights = ends + min(stage.blocks, 1) * one_block
     gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held

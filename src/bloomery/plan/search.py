@@ -252,6 +252,7 @@ def _layouts(setting: _Setting) -> Iterator[Layout]:
                         sequence=tensor > 1,
                         zero=zero,
                         overlaps=setting.recipe.parallel.overlap,
+                        prefetch_blocks=setting.recipe.parallel.prefetch_blocks,
                         schedule="interleaved" if chunks > 1 else "1f1b",
                         chunks=chunks,
                         per_node=per_node,

@@ -218,7 +218,7 @@ def _exchange_s(work: Workload, held: float, *, micro_batches: int, slot_s: floa
 
     As the trainer does it: sums hide beside backwards (ZeRO 0 and 1: the last micro-batch's, 2 and 3: each),
     weights that ZeRO 3 gathers hide beside forwards and backwards, and those that ZeRO 1 and 2 gather after
-    the update do not. `parallel.overlap = false` hides nothing.
+    the update beside the first forward. `parallel.overlap = false` hides nothing.
     held: the parameters of the rank that holds the most.
     slot_s: seconds of one micro-batch.
     """
@@ -244,8 +244,10 @@ def _exchange_s(work: Workload, held: float, *, micro_batches: int, slot_s: floa
     gathered = times.gathered * ring(held * work.value_bytes, shards, shards_in_node, passes=1)
     if layout.zero == 3:
         return across + _exposed_s(scattered + gathered, beside_s=share * slot_s * micro_batches)
-    beside_s = share * BACKWARD_SHARE * slot_s * times.scattered
-    return across + gathered + _exposed_s(scattered, beside_s=beside_s)
+    backwards_s = share * BACKWARD_SHARE * slot_s * times.scattered
+    first_forward_s = share * (1 - BACKWARD_SHARE) * slot_s
+    summed = _exposed_s(scattered, beside_s=backwards_s)
+    return across + summed + _exposed_s(gathered, beside_s=first_forward_s)
 
 
 def _exposed_s(moved_s: float, *, beside_s: float) -> float:

@@ -25,9 +25,10 @@ from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory, prove_shared
 from bloomery.events.run_lock import host_name, lock_run
 from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
+from bloomery.parallel.precision import measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer

@@ -22,8 +22,8 @@ from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.kernels.available import python_header
 from bloomery.optim.clip import NO_CLAMPS, Clamps, GradientFacts
 from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.schedule import Phase
 from bloomery.train.state import TrainState
 from bloomery.train.time_by_part import UPDATE
