@@ -6,7 +6,8 @@ Parts, in the order in which they run. check: three families learn in bf16 and i
 a run is saved, goes on and is exported; the tests that are marked `gpu` pass. speed: the bars of 1B and 8B,
 FP8, compiled transformers, the outer step, and time by part. run: a real training with asynchronous saves,
 and the planner calibrated there. styles: BLOOM's ALiBi, dropout and documents against a Llama of 1B. head:
-memory against written-out logits. noise: the loss in FP8 over 500 steps. sizes: all other sizes and lengths.
+memory against written-out logits. noise: the loss in FP8 over 500 steps. scalings: FP8 with finer scales.
+sizes: all other sizes and lengths.
 
 Each measurement is a process of its own, so that one that fails costs no other. A job begins only if what it
 is predicted to take is left of `--within`. Each figure is printed as soon as it is there, and at the end a

@@ -10,14 +10,16 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from contract import Measurement
+from gpu_figures import LENGTH, against_peers, figures, outer_step, ratio, speed_job
 from gpu_run import (
     STEPS,
     CommandFailed,
@@ -30,19 +32,18 @@ from gpu_run import (
 )
 from gpu_session import FAMILIES, ROOT, TOLERANCES, Figures, Session
 
-H200_BF16 = 989e12
-"""FLOP/s of dense bf16 products of an H200, as published."""
+from bloomery.config.recipe import TrainSection
+
 STYLES: dict[str, dict[str, Any]] = {
     "BLOOM style": {"family": "bloom"},
     "BLOOM style, dropout 0.1": {"family": "bloom", "dropout": 0.1},
     "documents of 1,024 tokens": {"family": "llama", "document_tokens": 1024},
 }
 NOISE_RUNS = (("bf16", 0), ("fp8", 0), ("bf16", 1), ("bf16", 2))
-LENGTH = 4096
-"""Tokens of a sample of the bars."""
+SCALINGS = ("row", "block")
+"""What shares a scale, of those for which an H200 has units."""
 OTHER_SIZES = ("0.3B", "3B", "1B", "8B")
 OTHER_LENGTHS = (4096, 2048, 8192)
-ROUND_STEPS = 100
 NO_TESTS = 5
 """pytest's status where none of the tests that it was given is left to run."""
 
@@ -129,40 +130,52 @@ def _marked_tests(session: Session) -> list[Measurement]:
 
 def _speed(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:
     """The bars of 1B and 8B."""
-    base = _speed_job(session, "1B", LENGTH, "bf16")
+    base = speed_job(session, "1B", LENGTH, "bf16")
     session.say(base.get("machine", ""))
-    yield _figures(session, "1B llama, bf16, 4,096", base)
-    yield _outer_step(session, base)
-    wide = _speed_job(session, "8B", LENGTH, "bf16")
-    yield _figures(session, "8B llama, bf16, 4,096", wide)
-    yield _against_peers(session, "1B", LENGTH, base, ("transformers",))
-    narrow = _speed_job(session, "8B", LENGTH, "fp8")
-    yield _figures(session, "8B llama, fp8, 4,096", narrow)
-    yield _ratio(session, "8B, 4,096: FP8 against bf16", wide, narrow)
+    yield figures(session, "1B llama, bf16, 4,096", base)
+    yield outer_step(session, base)
+    wide = speed_job(session, "8B", LENGTH, "bf16")
+    yield figures(session, "8B llama, bf16, 4,096", wide)
+    yield against_peers(session, "1B", LENGTH, base, ("transformers",))
+    narrow = speed_job(session, "8B", LENGTH, "fp8")
+    yield figures(session, "8B llama, fp8, 4,096", narrow)
+    yield ratio(session, "8B, 4,096: FP8 against bf16", wide, narrow)
+
+
+def _scalings(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:
+    """FP8 with finer scales than one for each factor, where there is a setting for them."""
+    if "fp8_scaling" not in {field.name for field in fields(TrainSection)}:
+        return
+    base = speed_job(session, "8B", LENGTH, "bf16")
+    for scaling in SCALINGS:
+        job = {"kind": "speed", "size": session.size("8B"), "length": session.length(LENGTH)}
+        narrow = session.measured(**job, precision="fp8", settings={"fp8_scaling": scaling})
+        yield figures(session, f"8B llama, fp8 by {scaling}, 4,096", narrow)
+        yield ratio(session, f"8B, 4,096: FP8 by {scaling} against bf16", base, narrow)
 
 
 def _sizes(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:
     """All sizes, lengths and precisions, and the peers beside them."""
     for length in options.sequences:
         for size in options.sizes:
-            base = _speed_job(session, size, length, "bf16")
-            narrow = _speed_job(session, size, length, "fp8")
-            yield _figures(session, f"{size} llama, bf16, {length:,}", base)
-            yield _figures(session, f"{size} llama, fp8, {length:,}", narrow)
-            yield _ratio(session, f"{size}, {length:,}: FP8 against bf16", base, narrow)
+            base = speed_job(session, size, length, "bf16")
+            narrow = speed_job(session, size, length, "fp8")
+            yield figures(session, f"{size} llama, bf16, {length:,}", base)
+            yield figures(session, f"{size} llama, fp8, {length:,}", narrow)
+            yield ratio(session, f"{size}, {length:,}: FP8 against bf16", base, narrow)
             if length == LENGTH and size != "8B":  # a peer's 8B does not fit
-                yield _against_peers(session, size, length, base, ("transformers", "minimal model"))
+                yield against_peers(session, size, length, base, ("transformers", "minimal model"))
 
 
 def _styles(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:
     """Each style's step against that of a Llama of the same sizes, all in bf16."""
-    base = _speed_job(session, "1B", LENGTH, "bf16")
+    base = speed_job(session, "1B", LENGTH, "bf16")
     for name, style in STYLES.items():
         figures = session.measured(
             kind="speed", size=session.size("1B"), length=session.length(LENGTH), precision="bf16", **style
         )
-        yield _figures(session, f"1B {name}, bf16, 4,096", figures)
-        yield _ratio(session, f"1B, 4,096: {name} against llama", base, figures)
+        yield figures(session, f"1B {name}, bf16, 4,096", figures)
+        yield ratio(session, f"1B, 4,096: {name} against llama", base, figures)
 
 
 def _head(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:
@@ -211,7 +224,7 @@ def _noise(session: Session, options: argparse.Namespace) -> Iterator[list[Measu
 
 def _run(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:
     """A real training of 1B with saves beside it, and what the planner says of it, calibrated here."""
-    base = _speed_job(session, "1B", LENGTH, "bf16")
+    base = speed_job(session, "1B", LENGTH, "bf16")
     sizes, samples = _sizes_of(session)
     parameters = 12 * sizes["layers"] * sizes["hidden"] ** 2 + 2 * sizes["vocabulary"] * sizes["hidden"]
     directory = roomy_directory(parameters)
@@ -285,97 +298,6 @@ def _sizes_of(session: Session) -> tuple[dict[str, int], int]:
     return SIZES[size], shape_of({"size": size, "length": length}).samples
 
 
-def _speed_job(session: Session, size: str, length: int, precision: str) -> Figures:
-    job = {
-        "kind": "speed",
-        "size": session.size(size),
-        "length": session.length(length),
-        "family": "llama",
-        "precision": precision,
-    }
-    if (size, length, precision) == ("1B", LENGTH, "bf16"):
-        job["outer"] = True
-    return session.measured(**job)
-
-
-def _ratio(session: Session, title: str, base: Figures, other: Figures) -> list[Measurement]:
-    """How many times as fast the other is as the base; nothing if one of them was left out."""
-    if "left_out" in base or "left_out" in other:
-        return []
-    seconds = [figures.get("seconds", float("nan")) for figures in (base, other)]
-    reference = base.get("failure") or other.get("failure") or f"{seconds[0]:.4g} s and {seconds[1]:.4g} s"
-    return [session.judged(title, seconds[0] / seconds[1], "x", reference=reference)]
-
-
-def _against_peers(
-    session: Session, size: str, length: int, base: Figures, peers: Sequence[str]
-) -> list[Measurement]:
-    found = []
-    for peer in peers:
-        theirs = session.measured(
-            kind="peer", peer=peer, size=session.size(size), length=session.length(length)
-        )
-        found += _ratio(session, f"{size}, {length:,}: against compiled {peer}", theirs, base)
-    return found
-
-
-def _outer_step(session: Session, told: Figures) -> list[Measurement]:
-    """What a round takes of the training beside the network, against so many steps."""
-    if "left_out" in told:
-        return []
-    spent: Mapping[str, float] = told.get("outer", {})
-    round_s = ROUND_STEPS * told.get("seconds", float("nan"))
-    reference = told.get("failure") or ", ".join(f"{name} {value:.3g} s" for name, value in spent.items())
-    waits = {
-        "1B: outer step, of 100 steps": list(spent),
-        "1B: outer step, of 100 steps, beside steps": [name for name in spent if name != "average"],
-    }
-    return [
-        session.judged(
-            title,
-            100 * sum(spent[name] for name in names) / round_s if names else float("nan"),
-            "%",
-            reference=reference,
-        )
-        for title, names in waits.items()
-    ]
-
-
-def _figures(session: Session, title: str, told: Figures) -> list[Measurement]:
-    """The speed of one job, its share of the product and of the published peak, memory, and time by part."""
-    if "left_out" in told:
-        return []
-    if not {"seconds", "flops", "peak"} <= told.keys():
-        failure = told.get("failure", "incomplete")
-        return [
-            session.judged(f"{title}: {figure}", float("nan"), "%", reference=failure)
-            for figure in ("of the product", "MFU of 989 TFLOP/s")
-        ]
-    seconds = told["seconds"]
-    rate, hardware = told["flops"] / seconds, told["hardware_flops"] / seconds
-    reference = (
-        f"{seconds:.4g} s a step of {told['tokens']:,} tokens; product {told['peak'] / 1e12:.4g} TFLOP/s; "
-        f"{told['layout']}"
-    )
-    reference += f"; afterwards: {told['failure']}" if "failure" in told else ""
-    figures = (
-        ("speed", told["tokens"] / seconds, "tokens/s"),
-        ("model TFLOP/s", rate / 1e12, "TFLOP/s"),
-        ("hardware TFLOP/s", hardware / 1e12, "TFLOP/s"),
-        ("of the product", 100 * rate / told["peak"], "%"),
-        ("MFU of 989 TFLOP/s", 100 * rate / H200_BF16, "%"),
-        ("memory", told["bytes"] / 2**30, "GiB"),
-        ("first step", told["first"], "s"),
-    )
-    found = [
-        session.judged(f"{title}: {name}", value, unit, reference=reference) for name, value, unit in figures
-    ]
-    return found + [
-        session.judged(f"{title}: time of {part}", spent_ms, "ms", reference=f"{share:.1%} of a step")
-        for part, (spent_ms, share) in told.get("parts", {}).items()
-    ]
-
-
 Part = Callable[[Session, argparse.Namespace], Iterator[list[Measurement]]]
 PARTS: dict[str, Part] = {
     "check": _check,
@@ -384,5 +306,6 @@ PARTS: dict[str, Part] = {
     "styles": _styles,
     "head": _head,
     "noise": _noise,
+    "scalings": _scalings,
     "sizes": _sizes,
 }

@@ -150,6 +150,7 @@ def _speed_of_ours(job: Figures) -> Iterator[Figures]:
         recompute=layout["recompute"],
         micro_batch=layout["micro_batch"],
         fills_quickly=True,
+        **job.get("settings", {}),
     )
     batches = micro_batches(
         shape,

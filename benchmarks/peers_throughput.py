@@ -157,12 +157,14 @@ def bloomery_training(
     seed: int = 0,
     fills_quickly: bool = False,
     learning_rate: Callable[[], float] = lambda: LEARNING_RATE,
+    **settings: str,
 ) -> OwnTraining:
     """Our model on this rank, its weights initialised, nothing compiled yet. Collective.
 
     section: another model than the shape's, of its sizes. computes_in: a precision; '' for the comparison's.
     micro_batch: samples at a time; 0 for the rank's whole share. seed: of the initial values.
     fills_quickly: whether the device draws initial values of the same distributions, in one pass.
+    settings: further ones of `build_training_model`.
     """
     optim = OptimSection(learning_rate=LEARNING_RATE)
     computes_in = computes_in or precision()
@@ -178,6 +180,7 @@ def bloomery_training(
         seed=0,
         mesh=mesh,
         compiled=compiled,
+        **settings,  # type: ignore[arg-type]  — a job names what it measures by text
     )
     if fills_quickly:
         _fill_on_device(model, seed=seed)

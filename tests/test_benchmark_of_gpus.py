@@ -19,7 +19,7 @@ from bloomery.config.parallel import ParallelSection
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(layers=2, hidden=32, heads=2, ffn=48, vocabulary=64, sequence_length=16, samples=3)
-MODULES = ("gpu", "gpu_bundle", "gpu_parts", "gpu_run", "gpu_session", "gpu_workers")
+MODULES = ("gpu", "gpu_bundle", "gpu_figures", "gpu_parts", "gpu_run", "gpu_session", "gpu_workers")
 LOADED_IF_PRESENT = {"bloomery", "colorama", "execnet", "pillow", "platformdirs", "pytest-xdist"}
 """Packages that others import where they find them, and the one that is carried as a wheel of its own."""
 RECORDER = """
@@ -44,7 +44,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # Together they take some 60 s of processor time, and wait for much of it where other work goes on.
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("parts", ["check", "speed run styles head noise sizes"])
+@pytest.mark.parametrize("parts", ["check", "speed run styles head noise scalings sizes"])
 def test_every_part_runs_on_a_cpu_with_the_packages_that_a_bundle_carries(
     benchmarks: Any, tmp_path: Path, parts: str
 ) -> None:

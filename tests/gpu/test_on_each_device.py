@@ -178,27 +178,6 @@ def test_the_deterministic_switch_gives_the_same_bits_each_time(device: str) -> 
     assert all(torch.equal(own, other) for own, other in zip(once, again, strict=True))
 
 
-@on_a_gpu
-def test_a_step_makes_the_host_wait_for_nothing(device: str) -> None:
-    """The report's one synchronisation comes after it. Its first step loads kernels, which may wait."""
-    model, given = model_on(device), batches(device)
-    optimizers = Optimizers(model.weights, recipe_of(LLAMA, ()).optim)
-
-    def step() -> None:
-        model.accumulate(given, 0, weight=1 / (SAMPLES * LENGTH))
-        model.weights.reduce()
-        optimizers.step(model.weights.examine(limit=1.0, unscale=1.0), learning_rate=1e-3)
-        model.weights.copy_masters_to_working()
-
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @on_each_device
 def test_a_profile_divides_a_step_among_its_parts(device: str, tmp_path: Path) -> None:
     model, given = model_on(device), batches(device)
