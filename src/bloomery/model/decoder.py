@@ -71,6 +71,7 @@ class Decoder(nn.Module):
     heads: the query heads held here. sequence_index, sequence_degree: which part of the residual stream's
         positions is here, of how many. Tensor parallelism sets these.
     resets_positions: whether learned positions count within documents.
+    tiles_plain_attention: whether plain causal attention is computed by our kernel too, where that can run.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
         self.token_loss: nn.Module = NextTokenLoss()
         self.heads = range(section.heads)
         self.sequence_index, self.sequence_degree = 0, 1
-        self.resets_positions = False
+        self.resets_positions, self.tiles_plain_attention = False, False
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -272,16 +273,15 @@ class Decoder(nn.Module):
         drops = drops and section.attention_dropout > 0.0
         sees_all = before > 0 and positions.shape[0] == 1
         is_plain = not (is_alibi or drops or documents is not None or before > 0)
+        can_tile = padding is None and before == 0
+        can_tile = can_tile and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
+        is_plain = is_plain and not (can_tile and self.tiles_plain_attention)
         if padding is None and (is_plain or (sees_all and not is_alibi)):
             return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary)
         slopes = None
         if is_alibi:
             slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
-        if (
-            padding is None
-            and before == 0
-            and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
-        ):
+        if can_tile:
             starts, ends = (None, None) if documents is None else document_ranges(documents)
             visibility = Visibility(starts=starts, ends=ends, slopes=slopes)
             return AttentionContext(mask=None, is_causal=False, rotary=rotary, visibility=visibility)

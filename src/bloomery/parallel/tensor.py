@@ -24,9 +24,9 @@ from bloomery.parallel.tensor_collectives import (
     EnterTensorParallelRegion,
     LeaveTensorParallelRegion,
     TensorGroup,
-    VocabularyParallelLoss,
     tensor_group_of,
 )
+from bloomery.parallel.vocabulary_loss import VocabularyParallelLoss
 from bloomery.plan.pipeline_stages import padded_rows
 
 Split = Literal["vocabulary", "rows", "columns"]

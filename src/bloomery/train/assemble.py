@@ -24,6 +24,7 @@ from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory, prove_shared
 from bloomery.events.run_lock import host_name, lock_run
+from bloomery.model.attention_choice import attention_kernel, use_attention
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, join_mesh
@@ -32,6 +33,7 @@ from bloomery.parallel.precision import measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer
+from bloomery.train.attention_kernel import decide_attention
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
@@ -87,7 +89,10 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         compilation = _compilation(recipe, cost, mesh)
         if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
             heartbeat.expect_no_compilation()
+        attention = decide_attention(recipe, mesh, rundir, vocabulary=vocabulary)
+        stack.enter_context(attention_kernel(attention.kernel))
         model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
+        use_attention(model.decoder, attention.kernel)
         data_stream = build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
         held_out = build_held_out(recipe, prepared, model, mesh, report_progress=heartbeat.tick)
@@ -99,6 +104,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             changes=changes,
             mesh=mesh,
             compilation=compilation,
+            attention=attention,
             rundir=rundir,
             options=options,
             journal=journal,

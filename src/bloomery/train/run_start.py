@@ -25,6 +25,7 @@ from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.request import with_vocabulary
 from bloomery.plan.schedule import steps_at_end
+from bloomery.train.attention_kernel import AttentionDecision
 from bloomery.train.data_summary import DataSummary
 from bloomery.train.observers import Observer, Observers, build_observers
 from bloomery.train.settings import StartOptions, keep_recipe
@@ -43,6 +44,7 @@ class RunStart:
     changes: SettingChanges
     mesh: Mesh
     compilation: Compilation
+    attention: AttentionDecision
     rundir: RunDirectory
     options: StartOptions
     journal: Journal
@@ -65,6 +67,7 @@ class RunStart:
             changes={change.key: [change.old, change.new] for change in self.changes.journalled},
             compiled=self.compilation.on,
             compiled_why=self.compilation.why,
+            attention=self.attention.to_json(),
             precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
             ranks=self.mesh.world,
             device=str(self.mesh.device),
@@ -110,6 +113,8 @@ class RunStart:
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
+        if self.attention.kernel:
+            say(self.attention.line())
         degree = self.mesh.data.degree
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed):
             say(waits)
