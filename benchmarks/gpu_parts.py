@@ -171,11 +171,11 @@ def _styles(session: Session, options: argparse.Namespace) -> Iterator[list[Meas
     """Each style's step against that of a Llama of the same sizes, all in bf16."""
     base = speed_job(session, "1B", LENGTH, "bf16")
     for name, style in STYLES.items():
-        figures = session.measured(
+        told = session.measured(
             kind="speed", size=session.size("1B"), length=session.length(LENGTH), precision="bf16", **style
         )
-        yield figures(session, f"1B {name}, bf16, 4,096", figures)
-        yield ratio(session, f"1B, 4,096: {name} against llama", base, figures)
+        yield figures(session, f"1B {name}, bf16, 4,096", told)
+        yield ratio(session, f"1B, 4,096: {name} against llama", base, told)
 
 
 def _head(session: Session, options: argparse.Namespace) -> Iterator[list[Measurement]]:

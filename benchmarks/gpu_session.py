@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from contract import Measurement, measurement
 from gpu_run import CommandFailed, NoTime
+
+from bloomery.cli.train import ALLOCATOR
 
 ROOT = Path(__file__).parents[1]
 WORKERS = Path(__file__).with_name("gpu_workers.py")
@@ -158,7 +160,10 @@ class Session:
         return max(LEAST_S, predicted_s, self.left_s)
 
     def _in_a_process(self, key: str, predicted_s: float) -> Figures:
-        done = ended([sys.executable, str(WORKERS), key], timeout_s=self._timeout_s(predicted_s))
+        command = [sys.executable, str(WORKERS), key]
+        # As `bloomery train` sets it for its ranks; whoever set it already decides.
+        environment = ALLOCATOR | os.environ
+        done = ended(command, timeout_s=self._timeout_s(predicted_s), environment=environment)
         found: Figures = {}
         for line in done.stdout.splitlines():
             if line.startswith("{"):
@@ -195,10 +200,14 @@ def _in_this_process(job: Figures) -> Figures:
     return found
 
 
-def ended(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def ended(
+    command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """Run a command; past its time end it with all that it started, and keep what it had printed."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=error, process_group=0)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=error, process_group=0
+        )
         late = ""
         try:
             status = process.wait(timeout_s)

@@ -6,11 +6,9 @@ A new kind of job is a function here and its name in `KINDS`.
 from __future__ import annotations
 
 import gc
-import gzip
 import json
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +18,8 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from gpu_attention import chosen_attention
+from gpu_recording import parts_of, peak_bytes_of
 from peers_throughput import (
     LEARNING_RATE,
     OwnTraining,
@@ -37,7 +37,6 @@ from peers_throughput import (
 )
 from torch import Tensor
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.model import ModelSection
@@ -46,10 +45,10 @@ from bloomery.diloco.outer_update import Reduced
 from bloomery.diloco.peer_vector import PeerVector
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.diloco.stored_average import StoredAverage
+from bloomery.model.attention_choice import attention_kernel, use_attention
 from bloomery.model.loss import NextTokenLoss
 from bloomery.parallel.precision import DTYPES, resolve_precision
 from bloomery.plan.parameters import token_cost
-from bloomery.train.time_by_part import time_by_part
 from bloomery.transport.gradient_codec import decode, encode
 
 Figures = dict[str, Any]
@@ -70,7 +69,6 @@ CONTENDERS = {"transformers": "transformers-compiled", "minimal model": "minimal
 TOKENS = 16_384
 """Tokens of a step: as many samples as fit."""
 STEPS = 8
-PROFILED_STEPS = 2
 NOISE_STEPS, NOISE_WARMUP, NOISE_LAST = 500, 50, 50
 BYTES = 256
 """The vocabulary of text whose tokens are bytes."""
@@ -131,14 +129,18 @@ def _learn(job: Figures) -> Iterator[Figures]:
 def _speed(job: Figures) -> Iterator[Figures]:
     """Seconds of a step, its FLOPs, memory and time by part, and the product of the same process."""
     yield {"peak": matmul_peak(), "machine": _machine()}  # so that it is known if what follows fails
-    yield from _speed_of_ours(job)
-    gc.collect()  # the product's matrices need the model's room
-    if device().type == "cuda":
-        torch.cuda.empty_cache()
+    shape, layout = shape_of(job), layout_of(job)
+    at_once = layout["micro_batch"] or shape.samples
+    kernel, seconds = chosen_attention(section_for(shape, job), shape, job, device(), samples=at_once)
+    yield {"attention": seconds}
+    _free()
+    with attention_kernel(kernel):
+        yield from _speed_of_ours(job, kernel)
+    _free()  # the product's matrices need the model's room
     yield {"peak": matmul_peak()}  # of a device that is as warm as it was for the steps
 
 
-def _speed_of_ours(job: Figures) -> Iterator[Figures]:
+def _speed_of_ours(job: Figures, kernel: str) -> Iterator[Figures]:
     shape, layout = shape_of(job), layout_of(job)
     section = section_for(shape, job)
     own = bloomery_training(
@@ -152,6 +154,8 @@ def _speed_of_ours(job: Figures) -> Iterator[Figures]:
         fills_quickly=True,
         **job.get("settings", {}),
     )
+    use_attention(own.model.decoder, kernel)
+    layout["attention"] = kernel or "the device's own"
     batches = micro_batches(
         shape,
         *random_batch(shape),
@@ -171,7 +175,7 @@ def _speed_of_ours(job: Figures) -> Iterator[Figures]:
         recompute=layout["recompute"],
     )
     yield {"flops": cost.model * shape.tokens, "hardware_flops": cost.hardware * shape.tokens}
-    yield {"parts": _parts(step)}
+    yield {"parts": parts_of(step, device())}
     if job.get("outer"):
         yield from _outer(own, step)
 
@@ -194,29 +198,6 @@ def _timed(step: Step, shape: Shape) -> Figures:
         "tokens": shape.tokens,
         "bytes": memory,
     }
-
-
-def _parts(step: Step) -> dict[str, list[float]]:
-    """(milliseconds of a step, share) by part of the step; none if a GPU's kernels could not be recorded."""
-    activities = [ProfilerActivity.CPU]
-    if device().type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as recording:
-        for _ in range(PROFILED_STEPS):
-            step()
-        _wait()
-    trace = _trace_of(recording)
-    has_kernels = any(event.get("cat") == "kernel" for event in trace["traceEvents"])
-    parts = time_by_part(trace) if has_kernels or device().type == "cpu" else []
-    return {one.part: [1e3 * one.seconds / PROFILED_STEPS, one.share] for one in parts}
-
-
-def _trace_of(recording: profile) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json.gz"
-        recording.export_chrome_trace(str(path))
-        trace: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-        return trace
 
 
 def _outer(own: OwnTraining, step: Step) -> Iterator[Figures]:
@@ -285,30 +266,9 @@ def _head(job: Figures) -> Iterator[Figures]:
 
         both()
         states.grad = weight.grad = None
-        yield {name: {"bytes": peak_bytes_of(both), "seconds": _seconds(both), "loss": float(found[0])}}
-
-
-def peak_bytes_of(call: Callable[[], object]) -> int:
-    """The most bytes that a call held of the device at a time, beyond those held before it."""
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-        call()
-    changes = [
-        (event["ts"], event["args"]["Bytes"])
-        for event in _trace_of(recording)["traceEvents"]
-        if event.get("name") == "[memory]"
-    ]
-    held = most = 0
-    for _, change in sorted(changes, key=lambda one: one[0]):
-        held += change
-        most = max(most, held)
-    return most
+        yield {
+            name: {"bytes": peak_bytes_of(both, device()), "seconds": _seconds(both), "loss": float(found[0])}
+        }
 
 
 def _noise(job: Figures) -> Iterator[Figures]:
@@ -362,6 +322,13 @@ def _windows(text: Tensor, shape: Shape, *, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     begins = torch.randint(len(text) - shape.sequence_length, (shape.samples,), generator=generator)
     return torch.stack([text[begin : begin + shape.sequence_length + 1] for begin in begins.tolist()])
+
+
+def _free() -> None:
+    """Give back what is held for tensors that are gone."""
+    gc.collect()
+    if device().type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _wait() -> None:

@@ -19,7 +19,7 @@ from bloomery.config.parallel import ParallelSection
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(layers=2, hidden=32, heads=2, ffn=48, vocabulary=64, sequence_length=16, samples=3)
-MODULES = ("gpu", "gpu_bundle", "gpu_figures", "gpu_parts", "gpu_run", "gpu_session", "gpu_workers")
+MODULES = tuple(path.stem for path in (ROOT / "benchmarks").glob("gpu*.py"))
 LOADED_IF_PRESENT = {"bloomery", "colorama", "execnet", "pillow", "platformdirs", "pytest-xdist"}
 """Packages that others import where they find them, and the one that is carried as a wheel of its own."""
 RECORDER = """
@@ -303,6 +303,33 @@ def test_a_step_by_samples_that_computes_again_has_the_loss_and_the_update_of_on
     assert losses[4096] == pytest.approx(losses[0], rel=1e-2)
     assert losses[8192] == pytest.approx(losses[0], rel=1e-2)
     assert len(set(losses[0])) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "is_measured"),
+    [("llama", {}, True), ("bloom", {}, False), ("llama", {"document_tokens": 8}, False)],
+)
+def test_attention_is_measured_where_a_run_measures_it(
+    benchmarks: Any, monkeypatch: pytest.MonkeyPatch, family: str, more: dict[str, Any], *, is_measured: bool
+) -> None:
+    workers, attention = benchmarks("gpu_workers"), benchmarks("gpu_attention")
+    asked: list[Any] = []
+
+    def measure(kernels: Any, sizes: Any, device: Any, *, time_s: Any) -> Any:
+        asked.append(sizes)
+        return {"cudnn": 2.0, "flash": 1.0}, {}
+
+    monkeypatch.setattr(attention, "measure", measure)
+    job = {"size": "1B", "length": 4096, "family": family, "precision": "fp8", **more}
+    shape = workers.shape_of(job)
+    section = workers.section_for(shape, job)
+    device = workers.torch.device("cuda")
+    kernel, _ = attention.chosen_attention(section, shape, job, device, samples=1)
+    assert kernel == ("flash" if is_measured else "")
+    assert [str(one.dtype) for one in asked] == ["torch.bfloat16"] * is_measured
+    assert [(one.samples, one.heads, one.length, one.width) for one in asked] == [
+        (1, 16, 4096, 128)
+    ] * is_measured
 
 
 def test_documents_hide_tokens_of_others(benchmarks: Any) -> None:
