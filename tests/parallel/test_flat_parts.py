@@ -15,6 +15,7 @@ from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.block_weights import gather_around
 from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage
 from bloomery.parallel.gradient_buckets import GradientBuckets, _buckets_of
+from bloomery.parallel.host_copies import CopiesAtOnce
 from bloomery.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -109,6 +110,7 @@ def group_of(
         mesh=mesh,
         storage=storage or WeightStorage(),
         in_flight=ReductionsInFlight(limit),
+        link=CopiesAtOnce(),
     )
 
 

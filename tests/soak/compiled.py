@@ -13,12 +13,14 @@ import torch
 from tests.layouts.comparison import Matrix
 from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA
 from tests.machine import has_python_headers
+from tests.model.test_fp8_units import assert_compiled_alike
 from tests.parallel.test_query_key_clip import assert_compiled_clamps_alike
 
 from bloomery.config.model import ModelSection
 from bloomery.model.attention_choice import attention_kernel
 from bloomery.model.decoder import build
 from bloomery.model.dropout import dropout_address
+from bloomery.model.fp8_scaling import FINE_SCALINGS, FineScaling
 from bloomery.model.initial_filling import initialise
 from bloomery.model.loss import next_token_loss
 
@@ -82,6 +84,16 @@ def test_compiled_code_of_another_kernel_is_not_taken_from_torchs_cache(
         assert ("aten::_scaled_dot_product_flash_attention_for_cpu_backward" in ran) is (kernel == "flash")
 
 
+@pytest.mark.slow
+@pytest.mark.needs("g++", package="g++")
+@pytest.mark.needs(has_python_headers, package="python3-dev")
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
+def test_compiled_code_gives_the_units_for_8_bits_the_layouts_that_were_made(
+    monkeypatch: pytest.MonkeyPatch, scaling: FineScaling
+) -> None:
+    assert_compiled_alike(monkeypatch, scaling, backend="inductor")
+
+
 @pytest.fixture(scope="module")
 def matrix() -> Iterator[Matrix]:
     """Ranks that stay for all layouts."""
@@ -93,11 +105,15 @@ def matrix() -> Iterator[Matrix]:
 COMPILED = (
     ("DP 2", GPT, ()),
     ("DP 2", LLAMA, ("train.precision=fp8",)),
+    ("DP 2", LLAMA, ("train.precision=fp8", "train.fp8_scaling=block")),
+    ("DP 2", LLAMA, ("train.precision=fp8", "train.fp8_scaling=row")),
     ("TP 2", LLAMA, ()),
     ("DP 2, ZeRO 3", LLAMA, ("train.precision=fp8",)),
     ("TP 2 + SP", BLOOM, ()),
     ("TP 2", LLAMA, ("train.recompute=full",)),
     ("TP 2", LLAMA, ("train.recompute=elementwise",)),
+    ("TP 2 + SP", LLAMA, ("train.recompute=mlp",)),
+    ("DP 2", BLOOM, ("train.recompute=mlp",)),
     ("PP 2", LLAMA, ()),
     ("DP 2, ZeRO 1", LLAMA, ()),
     ("DP 2, ZeRO 2", LLAMA, ()),

@@ -21,6 +21,7 @@ from bloomery.data.position import Position
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.recomputation import Recomputation
 from bloomery.train import assemble, run_start
 from bloomery.train.attention_kernel import AttentionDecision
 from bloomery.train.settings import StartOptions
@@ -66,6 +67,7 @@ def start_up(calls: Calls, rundir: RunDirectory, *settings: str, **changed: Any)
         mesh=Mesh(device=CPU),
         compilation=Compilation(on=True, why="it pays"),
         attention=AttentionDecision(kernel="", why="a CPU"),
+        recomputation=Recomputation(mode="mlp", why="none needs 9.0 GiB of 8.0"),
         rundir=rundir,
         options=StartOptions(say=lambda line: calls.append(("said", line))),
         journal=Part(calls, "journal"),
@@ -111,6 +113,8 @@ def test_a_start_is_journalled_with_what_it_changes_and_how_it_computes(
             "compiled_why": "it pays",
             "attention": {"kernel": "", "why": "a CPU", "sizes": "", "seconds": {}, "refusals": {}},
             "precision": "bf16",
+            "recompute": "mlp",
+            "recompute_why": "none needs 9.0 GiB of 8.0",
             "ranks": 1,
             "device": "cpu",
             "threads": torch.get_num_threads(),
@@ -216,6 +220,7 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     assert said(calls) == [
         f"step 4 of 9, incarnation 6 of {rundir.path}; 4 × cpu, bf16, eager (too short)",
         "attention by flash (the quickest here); forward and backward of 8 heads: flash 2 ms",
+        "train.recompute = mlp: none needs 9.0 GiB of 8.0",
         "ranks wait {'data_degree': 2, 'consumed': 16}",
         "warning: of 4 at 16, 701 tokens",
         "a line",
@@ -235,7 +240,7 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     start.compilation = Compilation(on=True, why="it pays")
     start._watchers(STATE)
     assert events == [{"event": "data", "tokens": 7}] and "compiled (it pays)" in said(calls)[0]
-    assert len(said(calls)) == 4
+    assert len(said(calls)) == 5
 
 
 @pytest.mark.parametrize(("inner_steps", "last"), [(4, 4 + 3), (0, 4 + 5)])

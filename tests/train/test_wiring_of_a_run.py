@@ -17,6 +17,7 @@ from bloomery.events.heartbeat import RankActivity
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.recomputation import Recomputation
 from bloomery.train import assemble
 from bloomery.train.attention_kernel import AttentionDecision
 from bloomery.train.settings import StartOptions
@@ -61,6 +62,8 @@ class Made:
             "Observers": self.observers,
             "_build_backup": "backup",
             "peering_of_environment": "peering",
+            "AutoRecompute": self._chosen,
+            "least_room_bytes": 7.0,
             "RunSettings": self.settings,
             "CorruptionCheck": "check",
             "announce_interludes": ["announced"],
@@ -88,6 +91,9 @@ class Made:
             ("_open_store", self.store),
         ):
             monkeypatch.setattr(assemble, name, self.context(name, held))
+
+    def _chosen(self, recipe: Any) -> Recomputation:
+        return Recomputation(mode="mlp" if recipe.train.recompute == "auto" else "none", why="")
 
     def note(self, name: str) -> None:
         self.order.append(name)
@@ -154,6 +160,20 @@ def test_the_parts_of_a_run_are_made_in_order_and_closed_in_reverse(
     ]
 
 
+def test_what_auto_recomputes_is_chosen_once_it_is_known_whether_the_model_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(monkeypatch, device=CPU, compiled=True)
+    loaded, _, _ = made.build("train.recompute=auto", path=tmp_path)
+    assert made.given["AutoRecompute"] == (
+        (loaded, made.mesh),
+        {"vocabulary": 300, "compiled": True, "room_bytes": 7.0},
+    )
+    at = made.order.index
+    assert at("_compilation") < at("least_room_bytes") < at("AutoRecompute") < at("_build_model")
+    assert made.given["token_cost"][1]["recompute"] == "mlp", "what the step's figures count"
+
+
 def test_each_part_of_a_run_gets_those_that_it_works_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +220,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
             "held_out": "held out",
             "journal": "journal",
             "say": print,
+            "auto_recompute": made._chosen,
         },
     )
     (model,), check = given["CorruptionCheck"]

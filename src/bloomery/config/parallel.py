@@ -9,8 +9,10 @@ from bloomery.frozen import dataclass
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 """Pipeline schedules that compute the gradients of weights and of activations in separate passes."""
-RECOMPUTATIONS = ("none", "elementwise", "selective", "full")
+RECOMPUTATIONS = ("none", "elementwise", "selective", "mlp", "full")
 """What is computed again in the backward: from what keeps the most to what keeps the least."""
+WITHIN_ONE_BACKWARD = ("elementwise", "mlp")
+"""Recomputations that keep what products return for one backward, which `SPLIT_BACKWARD` splits."""
 
 
 @dataclass(frozen=True, kw_only=True)

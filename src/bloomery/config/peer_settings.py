@@ -161,7 +161,7 @@ EQUAL: frozenset[str] = frozenset(
         "data": "split text_field prompt_field separator held_out_every tokenizer_vocabulary tokenizer_split "
         "sequence_length order packing order_seed order_samples mask_documents reset_positions "
         "end_of_document_token",
-        "train": "samples tokens steps global_batch ramp_up precision precision_changes",
+        "train": "samples tokens steps global_batch ramp_up precision precision_changes fp8_scaling",
         "optim": "name learning_rate beta1 beta2 epsilon weight_decay decay_embeddings clip clip_method "
         "clip_z_score clip_ratio skip_outliers qk_clip qk_clip_stride "
         "embedding_learning_rate head_learning_rate muon_learning_rate muon_momentum muon_iterations",

@@ -29,6 +29,7 @@ from bloomery.config.validate_layout import (
     ramp_up_mistakes,
     sharding_mistakes,
 )
+from bloomery.config.validate_precision import scaling_mistakes
 
 
 def backup_mistakes(
@@ -139,6 +140,7 @@ def check_recipe(
             *_environment_mistakes(recipe.environment),
             *peer_mistakes(recipe),
             *layout_mistakes(recipe),
+            *scaling_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
             *pipeline_mistakes(
                 recipe.parallel, recipe.model, recipe.train, data_degree=degree, consumed=consumed

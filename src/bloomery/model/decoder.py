@@ -7,8 +7,8 @@ sequence, h hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -323,76 +323,28 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
-        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
-        mixed = self.attention.output.add_bias(self.leave_attention(mixed))
         dropout = context.dropout
+        mixed = self.mix(x, context, cache)
         x = x + self._dropped(mixed, None if dropout is None else dropout.attention_output)
-        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
-        expanded = self.mlp.down.add_bias(expanded)
+        expanded = self.expand(x)
         x = x + self._dropped(expanded, None if dropout is None else dropout.mlp_output)
         if self.hidden_maximum is not None and torch.is_grad_enabled():
             largest = x.detach().abs().amax().float()
             self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
         return x
 
+    def mix(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
+        """Return what attention adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
+        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
+        return self.attention.output.add_bias(self.leave_attention(mixed))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
+        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
+        return self.mlp.down.add_bias(expanded)
+
     def _dropped(self, x: Tensor, keys: ElementKeys | None) -> Tensor:
         return x if keys is None else drop(x, self.dropout, keys)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogicalParameter:
-    """One logical tensor, and where it is stored: rows `row_start` … of `parameter`, with all columns."""
-
-    name: str
-    parameter: nn.Parameter
-    parameter_name: str
-    row_start: int
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical tensor's shape."""
-        return (self.rows, *self.parameter.shape[1:])
-
-    @property
-    def tensor(self) -> Tensor:
-        """A view of the rows as they are stored now; writing to it writes the parameter."""
-        return self.parameter.data[self.row_start : self.row_start + self.rows]
-
-
-def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
-    """Yield every parameter's logical tensors, in the order of `decoder.named_parameters()`.
-
-    Together they cover each stored parameter's rows exactly once.
-    """
-    for stored, parameter in decoder.named_parameters():
-        row_start = 0
-        for name, rows in _rows_within(decoder, stored, parameter):
-            yield LogicalParameter(
-                name=name, parameter=parameter, parameter_name=stored, row_start=row_start, rows=rows
-            )
-            row_start += rows
-
-
-def _rows_within(decoder: Decoder, stored: str, parameter: nn.Parameter) -> Iterator[tuple[str, int]]:
-    """Yield the logical names and row counts inside one stored parameter, in order."""
-    owner_name, _, rest = stored.rpartition("attention.qkv.")
-    if owner_name:
-        attention = cast(Attention, decoder.get_submodule(f"{owner_name}attention"))
-        for part, heads in (
-            ("query", attention.heads),
-            ("key", attention.kv_heads),
-            ("value", attention.kv_heads),
-        ):
-            yield f"{owner_name}attention.{part}.{rest}", heads * attention.head_dim
-        return
-    owner_name, _, rest = stored.rpartition("mlp.expand.")
-    if owner_name:
-        parts = ("gate", "up") if decoder.model.section.activation == "swiglu" else ("up",)
-        for part in parts:
-            yield f"{owner_name}mlp.{part}.{rest}", parameter.shape[0] // len(parts)
-        return
-    yield stored, parameter.shape[0]
 
 
 def _norm(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> nn.Module:

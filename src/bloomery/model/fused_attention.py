@@ -55,10 +55,11 @@ def document_ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
 def supports_tiled_attention(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether `tiled_attention` can compute heads of this width and dtype on this device.
 
-    Compiled code cannot ask.
+    Code compiled for a GPU cannot ask. A model that is compiled whole for a CPU does, and torch.compile
+    cannot follow the search for a compiler: so that is the last question.
     """
     narrow = dtype in (torch.bfloat16, torch.float16)
-    return has_triton() and device.type == "cuda" and narrow and width <= MOST_WIDTH
+    return device.type == "cuda" and narrow and width <= MOST_WIDTH and has_triton()
 
 
 def tiled_attention(

@@ -7,7 +7,7 @@ gradients, 3 also working weights. Gradients are summed in fp32.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakMethod
@@ -19,6 +19,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.optim.groups import GroupLayout
 from bloomery.parallel.accumulate import add_gradient
 from bloomery.parallel.axis import PendingCollective
+from bloomery.parallel.host_copies import HostLink, OffloadedShard
 from bloomery.parallel.mesh import Mesh
 
 
@@ -85,9 +86,10 @@ class FlatGroup:
         mesh: Mesh,
         storage: WeightStorage,
         in_flight: ReductionsInFlight,
+        link: HostLink,
     ) -> None:
-        """in_flight: takes the sums of sharded gradients, of all groups."""
-        zero, offload = storage.zero, storage.offload
+        """in_flight: takes the sums of sharded gradients, of all groups. link: copies what is offloaded."""
+        zero = storage.zero
         self.layout = layout
         self._in_flight = in_flight
         self._gathering: PendingCollective | None = None
@@ -95,8 +97,9 @@ class FlatGroup:
         self._parameters = {place: parameters[place.name] for place in layout.parameters}
         device = next(iter(self._parameters.values())).device
         held_numel, numel = len(layout.held), layout.numel
-        self._device, self._offload = device, offload
-        self.master = torch.zeros(held_numel, device="cpu" if offload else device)
+        self._device = device
+        self._offloaded = OffloadedShard(held_numel, link=link) if storage.offload else None
+        self.master = self._offloaded.master if self._offloaded else torch.zeros(held_numel, device=device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
         self.shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
         self._rounds_by_block = storage.rounds_by_block and layout.bucket != ""
@@ -108,7 +111,7 @@ class FlatGroup:
             if self._summed is None
             else mesh.shard.local_shard(self._summed)
         )
-        self.gradient = torch.zeros_like(self.master) if offload else self.reduced_gradient
+        self.gradient = self._offloaded.gradient if self._offloaded else self.reduced_gradient
         self._placements = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._awaited: set[nn.Parameter] = set()
@@ -132,7 +135,7 @@ class FlatGroup:
 
         Weights that are freed have no memory until they are gathered, so that no rank ever holds all of them.
         """
-        if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offload:
+        if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offloaded:
             self.working = self.master
         else:
             self.working = torch.empty(self.layout.numel, dtype=working, device=self._device)
@@ -150,8 +153,37 @@ class FlatGroup:
         """Round the masters to this rank's shard of the working weights, or free those that are freed."""
         if self.frees_weights:
             self.free_weights()
+        elif self._offloaded:
+            self._offloaded.finish_up(self._mesh.shard.local_shard(self.working))
         elif self.working is not self.master:
             self._mesh.shard.local_shard(self.working).copy_(self.master)
+
+    @torch.no_grad()
+    def parts_to_update(self, *, divides: bool) -> Iterator[range]:
+        """Yield the elements of the masters to update, each once its gradient is beside it.
+
+        What is offloaded comes in pieces, and each goes to the device when the next is asked for.
+        divides: whether the update may be made piece by piece.
+        """
+        whole = range(self.master.numel())
+        if self._offloaded is None:
+            yield whole
+            return
+        for elements in self._offloaded.pieces if divides else (whole,):
+            self._offloaded.wait_for_gradient(elements)
+            yield elements
+            if not self.frees_weights:
+                self._offloaded.begin_up(elements, self._mesh.shard.local_shard(self.working))
+
+    def wait_for_gradient(self) -> None:
+        """Wait until `gradient` is there, which may be on its way to the CPU's memory."""
+        if self._offloaded:
+            self._offloaded.wait_for_gradient()
+
+    def before_masters_change(self) -> None:
+        """Wait until no copy of the masters is under way; call it before changing them beside an update."""
+        if self._offloaded:
+            self._offloaded.forget_up()
 
     def begin_gathering_range(self, elements: range) -> PendingCollective:
         """Begin to gather these elements of the working weights, where they are gathered after an update.
@@ -171,7 +203,11 @@ class FlatGroup:
             if storage.size() == 0:
                 self._arrived.clear()  # a backward that did not reach all parameters may have left some
                 storage.resize_(self.working.numel() * self.working.element_size())
-                self._mesh.shard.local_shard(self.working).copy_(self.master)
+                own = self._mesh.shard.local_shard(self.working)
+                if self._offloaded:
+                    self._offloaded.round_in_order(own)
+                else:
+                    own.copy_(self.master)
                 self._gathering = self._mesh.shard.begin_all_gather(self.working)
 
     def all_gather_weights(self) -> None:
@@ -266,9 +302,9 @@ class FlatGroup:
         self.copy_reduced_gradient()
 
     def copy_reduced_gradient(self) -> None:
-        """Copy `reduced_gradient` to `gradient` if that is in the CPU's memory."""
-        if self._offload:
-            self.gradient.copy_(self.reduced_gradient)
+        """Begin to copy `reduced_gradient` to `gradient` if that is in the CPU's memory."""
+        if self._offloaded:
+            self._offloaded.begin_down(self.reduced_gradient)
 
     def _reduce_to_shards(self) -> None:
         assert self._summed is not None

@@ -31,6 +31,7 @@ from bloomery.parallel.flat import (
     weak_hook,
 )
 from bloomery.parallel.gradient_buckets import GradientBuckets
+from bloomery.parallel.host_copies import link_to
 from bloomery.parallel.host_numbers import to_device
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.updated_weights import UpdatedWeights
@@ -87,7 +88,8 @@ class MasterWeights:
     as soon as backward has made it.
 
     master: the fp32 values, which are updated, saved and exported; one buffer for each group.
-    gradient: the fp32 gradients; those of the global batch after `reduce`.
+    gradient: the fp32 gradients; those of the global batch after `reduce`, and `wait_for_gradients` where
+        they are in the CPU's memory.
     layouts: what lies where in each group's buffers.
     names: of the logical tensors of the whole model, in an order that all ranks share.
     dtype: of the working weights.
@@ -122,7 +124,8 @@ class MasterWeights:
         self.names = tuple(own_names if names is None else names)
         parameters = dict(module.named_parameters())
         in_flight = ReductionsInFlight(1 if overlaps else 0)
-        make = partial(FlatGroup, mesh=mesh, storage=storage, in_flight=in_flight)
+        link = link_to(mesh.device)
+        make = partial(FlatGroup, mesh=mesh, storage=storage, in_flight=in_flight, link=link)
         self._groups = [make(layout, parameters) for layout in layouts]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.buckets = GradientBuckets(
@@ -168,8 +171,22 @@ class MasterWeights:
         """The gradients of this rank's shards after `reduce`, on the device, one for each group."""
         return [group.reduced_gradient for group in self._groups]
 
+    def parts_to_update(self, group: int, *, divides: bool) -> Iterator[range]:
+        """Yield the elements of a group's masters to update, as `FlatGroup.parts_to_update` does."""
+        return self._groups[group].parts_to_update(divides=divides)
+
+    def wait_for_gradients(self) -> None:
+        """Wait until `gradient` holds what was reduced; on its way to the CPU's memory it may come later."""
+        for group in self._groups:
+            group.wait_for_gradient()
+
+    def before_masters_change(self) -> None:
+        """Wait until no copy of the masters is under way; call it before changing them beside an update."""
+        for group in self._groups:
+            group.before_masters_change()
+
     def copy_reduced_gradient(self) -> None:
-        """Copy what was written to `reduced_gradient` to `gradient`, if that is in the CPU's memory."""
+        """Begin to copy what was written to `reduced_gradient` to gradients in the CPU's memory."""
         for group in self._groups:
             group.copy_reduced_gradient()
 
@@ -262,6 +279,7 @@ class MasterWeights:
         """
         squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         index = self._index_of_name
+        self.wait_for_gradients()
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
@@ -294,6 +312,7 @@ class MasterWeights:
     def scale_gradients(self, factors: Tensor) -> None:
         """Multiply each logical tensor's gradient with its factor, [n] in the order of `names`, in place."""
         index = self._index_of_name
+        self.wait_for_gradients()
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical())
             each = factors.to(gradient.device).unbind()
@@ -315,6 +334,7 @@ class MasterWeights:
 
     def gradient_entries(self) -> Iterable[StateEntry]:
         """The gradients of this rank's shards as boxes of logical tensors; valid after `reduce`."""
+        self.wait_for_gradients()
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             yield from entries_of(group, gradient, prefix="gradient", suffix="")
 

@@ -92,9 +92,15 @@ def stage_memory(
     if layout.rounds_by_block and width < 4:
         weights = ends + min(stage.blocks, 1) * one_block
     gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held
-    # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero
-    updated_here = 0.0 if layout.offload else sharded
+    updated_here = sharded
+    if layout.offload:
+        # Of a GPU's memory masters and moments take nothing, and gradients what they take without offload. A
+        # CPU has no other memory, where masters are then apart and gradients twice.
+        is_apart = work.hardware.accelerator.kind == "gpu"
+        updated_here = 0.0 if is_apart else sharded
+        are_masters = False
+        gradients += 0.0 if is_apart else sharded
     return StageMemory(
         weights=round(weights * width + fp8_copy_bytes(work, parameters, stage)),
         gradients=round(4 * gradients),
@@ -104,6 +110,27 @@ def stage_memory(
         logits=round(logits),
         buffers=round(buffers),
         reserved=int(work.hardware.accelerator.reserved_gib * 2**30),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedMemory:
+    """The bytes of main memory that one rank's offloaded state takes.
+
+    pinned: masters and gradients, which a GPU copies by itself; moments: the optimizer's, which stay.
+    """
+
+    pinned: int
+    moments: int
+
+
+def offloaded_memory(
+    work: Workload, parameters: ModelParameters, stage: StageParameters, optimizer: str
+) -> OffloadedMemory:
+    """Return what `parallel.offload = "cpu"` takes of main memory for one rank of a stage."""
+    held = rank_parameters(parameters, stage, work) / work.layout.shards
+    return OffloadedMemory(
+        pinned=round(2 * 4 * held), moments=round(_optimizer_bytes(parameters, stage, optimizer) * held)
     )
 
 
@@ -163,6 +190,7 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     For the GPT shape without recomputation this is s·b·h·(10 + 24/t + 5·a·s/(h·t)) in 16 bits. Sequence
     parallelism divides the 10 by t, except for the two streams that enter the split columns: backward needs
     them of the whole sequence, and they are kept rather than gathered again.
+    'elementwise' and 'mlp' keep the block's input, the MLP's, and what products return.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     split = t if work.layout.sequence else 1
@@ -172,36 +200,44 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
     if recompute == "elementwise":
-        return _products_bytes(work, stream)
+        return 2 * stream + _attention_products_bytes(work) + n * gates * ffn_width(model) * a / t
     masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
+    if recompute == "mlp":
+        return 2 * stream + _attention_products_bytes(work) + masks
     entering = 2 * n * model.hidden * a
-    kept_bytes = 2 * stream + entering + masks
+    # Of an RMSNorm in fp32 the compiler keeps the values before its weight, too, as an eager one does.
+    normed = 2 * stream if model.norm == "rmsnorm" and a == 4 else 0.0
+    kept_bytes = 2 * stream + entering + masks + normed
     kept_bytes += n * (2 * query_width(model) + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
     if recompute == "none":
         kept_bytes += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
     return kept_bytes
 
 
-def _products_bytes(work: Workload, stream: float) -> float:
-    """Return the bytes of a block's input and of what its matmuls and its attention return."""
+def _attention_products_bytes(work: Workload) -> float:
+    """Return the bytes of what the matmuls of a block's attention return, the last one left out."""
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
-    gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
-    kept_bytes = 3 * stream + n * (2 * query_width(model) + values + gates * ffn_width(model)) * a / t
+    kept_bytes = n * (2 * query_width(model) + values) * a / t
     scores = work.micro_batch * model.heads * work.sequence_length**2 / t
     # Without a fused kernel the matmuls of attention return the scores.
     return kept_bytes + (scores * a if work.forms_scores else n * model.heads * 4 / t)
 
 
-def eager_activation_bytes(work: Workload) -> float:
+def eager_activation_bytes(work: Workload, recompute: str = "none") -> float:
     """Return the bytes that one block keeps besides `block_activation_bytes` if nothing is fused.
 
-    These are the intermediate values in norms (fp32) and in the gated activation, and queries and keys before
-    rotation.
+    Without recomputation these are the intermediate values in norms (fp32) and in the gated activation, and
+    queries and keys before rotation. A block that keeps products keeps its last one, which no backward reads.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     stream = n * model.hidden / (t if work.layout.sequence else 1)
-    norms = 2 * stream * ((4 if model.norm == "rmsnorm" else 0) + (4 if a < 4 else 0))
+    if recompute in ("elementwise", "mlp"):
+        return stream * a
+    if recompute == "full":
+        return 0.0
+    # The two streams are kept in fp32 instead of the 16 bits in which they come.
+    norms = 2 * stream * (4 - a + (4 if model.norm == "rmsnorm" else 0)) if a < 4 else 0.0
     gated = n * ffn_width(model) * a / t if model.activation == "swiglu" else 0.0
     turned = n * (query_width(model) + kv_heads(model) * head_size(model)) * a / t
     # Two more copies of queries and keys: normalised in fp32, and rounded back.
@@ -233,16 +269,18 @@ def mask_bytes(work: Workload) -> float:
 def _activations(work: Workload, stage: StageParameters, index: int, training: Training) -> float:
     recompute = stage.recompute or training.recompute
     alive = in_flight(work, index, training)
-    eager = 0.0 if training.fused else eager_activation_bytes(work)
-    of_block = block_activation_bytes(work, recompute)
-    computes_again = recompute in ("elementwise", "full")
-    kept_bytes = alive * (stage.blocks * (of_block + (0.0 if computes_again else eager)) + mask_bytes(work))
+
+    def of_block(mode: str) -> float:
+        eager = 0.0 if training.fused else eager_activation_bytes(work, mode)
+        return block_activation_bytes(work, mode) + eager
+
+    kept_bytes = alive * (stage.blocks * of_block(recompute) + mask_bytes(work))
     if stage.has_embedding:
         kept_bytes += alive * work.tokens * 8
-    if computes_again:
+    if recompute in ("elementwise", "mlp", "full"):
         # The logits are gone when the first block is recomputed.
-        again = block_activation_bytes(work, "none") + eager
-        again -= of_block if recompute == "elementwise" else 0.0
+        again = of_block("none")
+        again -= of_block(recompute) if recompute != "full" else 0.0
         kept_bytes += max(0.0, again - _logits(work, training)) if stage.has_head else again
     elif recompute == "selective" and work.forms_scores:
         kept_bytes += _scores_bytes(work)
@@ -254,7 +292,7 @@ def _logits(work: Workload, training: Training) -> float:
 
     A GPU's kernels write the gradient over the logits, which have no fp32 form then; with a split vocabulary
     the logits of the next chunk are computed beside them. Without kernels the loss over a split vocabulary
-    computes the gradient in place, beside the chunk before.
+    computes the gradient in place, beside the chunk before; compiled code makes it from the logits.
     """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
@@ -266,7 +304,14 @@ def _logits(work: Workload, training: Training) -> float:
     if split:
         narrow = work.value_bytes if work.value_bytes < 4 else 0
         return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
-    return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
+    if training.fused:
+        return (
+            rows * columns * work.value_bytes
+            + columns * work.model.hidden * (4 + work.value_bytes)
+            + 2 * hidden
+        )
+    of_logit = 2 * 4 + (work.value_bytes if work.value_bytes < 4 else 3 * 4)
+    return rows * columns * of_logit + columns * work.model.hidden * (4 + work.value_bytes) + 2 * hidden
 
 
 def _gradients_at_once(

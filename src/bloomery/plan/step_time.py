@@ -18,6 +18,7 @@ from bloomery.plan.block_cost import (
     block_passes,
     elementwise_pass,
     embedding_passes,
+    expansion,
     head_passes,
     internode_bytes_per_s,
     moving_s,
@@ -155,6 +156,8 @@ def _block(work: Workload, recompute: str) -> Spent:
         return spent + passes.forward
     if recompute == "elementwise":
         return spent + elementwise_pass(work)
+    if recompute == "mlp":
+        return spent + elementwise_pass(work) + expansion(work)
     if recompute == "selective" and work.forms_scores:
         return spent + attention_passes(work).forward
     return spent
@@ -294,8 +297,9 @@ def _update_s(
     share = 1 / work.layout.shards
     roundings = 2 * micro_batches if work.layout.rounds_by_block and work.precision != "fp32" else 0
     if work.layout.offload:
-        # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
-        return ((UPDATE_BYTES + 2 * 4) * share + 4 * roundings) * held / HOST_BYTES_PER_S
+        # While the CPU updates some masters, gradients of others come and masters of others go, in fp32.
+        copied = LEAST_EXPOSED * 2 * 4 * share
+        return (UPDATE_BYTES * share + copied + 4 * roundings) * held / HOST_BYTES_PER_S
     spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
     if roundings:
         spent += moving_s(work.hardware, (4 + 2) * roundings * held, kernels=roundings * stages[0].blocks)
@@ -362,6 +366,10 @@ def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: i
     """
     if work.layout.tensor == 1:
         return 0.0
-    exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
+    # 'mlp' gathers what enters it again, and needs nothing of what leaves it.
+    gathers = 0.5 if work.layout.sequence else 0.0
+    exchanges: float = stage.blocks * (
+        4 + {"full": 2.0, "mlp": gathers}.get(stage.recompute or recompute, 0.0)
+    )
     exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
     return micro_batches * exchanges * ring_bytes(residual_bytes(work), work.layout.tensor, passes=2)
