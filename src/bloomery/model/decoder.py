@@ -27,6 +27,7 @@ from bloomery.model.attention import (
     visible,
 )
 from bloomery.model.dropout import (
+    NOTHING_DROPPED,
     SITE_EMBEDDING,
     DropoutAddress,
     ElementKeys,
@@ -91,8 +92,8 @@ class Decoder(nn.Module):
         def table(rows: int) -> Embedding:
             return Embedding(rows, section.hidden, device=device, dtype=dtype)
 
-        is_tied_head = self.finishes and section.tied
-        self.embedding = table(model.vocabulary) if self.embeds or is_tied_head else None
+        has_table = self.embeds or (self.finishes and section.tied)
+        self.embedding = table(model.vocabulary) if has_table else None
         learned = self.embeds and section.position == "learned"
         self.positions = table(model.max_positions) if learned else None
         normed = self.embeds and section.embedding_norm
@@ -229,9 +230,7 @@ class Decoder(nn.Module):
     def _dropping(
         self, context: AttentionContext, block: int, address: DropoutAddress | None, held: int
     ) -> AttentionContext:
-        """Return the context with the dropout of a block; `held` positions of the residual stream are
-        here.
-        """
+        """Return the context with a block's dropout; `held` positions of the residual stream are here."""
         section = self.model.section
         weights, outputs = section.attention_dropout > 0.0, section.hidden_dropout > 0.0
         if address is None or not (weights or outputs):
@@ -277,11 +276,8 @@ class Decoder(nn.Module):
         slopes = None
         if is_alibi:
             slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
-        if (
-            padding is None
-            and before == 0
-            and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
-        ):
+        is_tiled = supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
+        if is_tiled and padding is None and before == 0:
             starts, ends = (None, None) if documents is None else document_ranges(documents)
             visibility = Visibility(starts=starts, ends=ends, slopes=slopes)
             return AttentionContext(mask=None, is_causal=False, rotary=rotary, visibility=visibility)
@@ -301,8 +297,7 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention and MLP, each after a norm, added to the residual stream.
 
-    enter_attention, leave_attention, enter_mlp, leave_mlp: identities that tensor parallelism replaces by its
-    collectives.
+    enter_…, leave_…: identities that tensor parallelism replaces by its collectives.
     hidden_maximum: fp32 scalar, raised to the largest absolute value that the block returns in each forward
         that a backward follows; None where nobody asks.
     """
@@ -323,11 +318,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
-        dropout = context.dropout
-        mixed = self.mix(x, context, cache)
-        x = x + self._dropped(mixed, None if dropout is None else dropout.attention_output)
-        expanded = self.expand(x)
-        x = x + self._dropped(expanded, None if dropout is None else dropout.mlp_output)
+        dropout = NOTHING_DROPPED if context.dropout is None else context.dropout
+        x = x + self._dropped(self.mix(x, context, cache), dropout.attention_output)
+        x = x + self._dropped(self.expand(x), dropout.mlp_output)
         if self.hidden_maximum is not None and torch.is_grad_enabled():
             largest = x.detach().abs().amax().float()
             self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
@@ -340,8 +333,7 @@ class Block(nn.Module):
 
     def expand(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
-        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
-        return self.mlp.down.add_bias(expanded)
+        return self.mlp.down.add_bias(self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x)))))
 
     def _dropped(self, x: Tensor, keys: ElementKeys | None) -> Tensor:
         return x if keys is None else drop(x, self.dropout, keys)
