@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import accumulate_cases, loss_cases
+from tests.kernels import accumulate_cases, fp8_cases, loss_cases, split_loss_cases
 from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
 import bloomery
+from bloomery.model.fp8 import FP8_BACKWARD, FP8_FORWARD
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 
@@ -58,6 +59,20 @@ def test_attention_by_tiles_is_attention_up_to_the_roundings_of_bf16(case: Case)
 def test_the_loss_in_bf16_is_that_of_fp64_up_to_roundings(vocabulary: int) -> None:
     found = loss_cases.differences(tokens=256, vocabulary=vocabulary, device="cuda", dtype=torch.bfloat16)
     assert max(found) < 0.02
+
+
+def test_the_loss_of_split_logits_in_bf16_is_that_of_fp64_up_to_roundings() -> None:
+    cases = split_loss_cases.all_cases("cuda", torch.bfloat16, (1000, 50_257, 131_072))
+    for *found, by_padding, _ in cases:
+        assert max(found) < 0.02 and by_padding == 0.0
+
+
+@pytest.mark.parametrize("dtype", [FP8_FORWARD, FP8_BACKWARD], ids=str)
+def test_codes_of_8_bits_and_their_transpose_are_torchs(dtype: torch.dtype) -> None:
+    matrices = fp8_cases.matrices(torch.Generator().manual_seed(1))
+    matrices["large"] = torch.randn(3000, 5008).bfloat16()
+    unequal = {name: fp8_cases.unequal_codes(x.cuda(), dtype) for name, x in matrices.items()}
+    assert unequal == dict.fromkeys(matrices, 0)
 
 
 def test_sums_of_gradients_have_the_bits_of_torchs() -> None:

@@ -82,6 +82,16 @@ def test_the_loss_is_computed_by_a_program_a_token(grids: dict[str, tuple[int, .
     assert grids == {"_write_slopes": (100_000,)}
 
 
+def test_the_loss_of_split_logits_is_computed_by_a_program_a_token(grids: dict[str, tuple[int, ...]]) -> None:
+    loss = importlib.import_module("bloomery.kernels.triton_loss")
+    with torch.device("meta"):
+        logits, targets = torch.empty(100_000, 24), torch.empty(100_000).long()
+        own, told = torch.empty(2, 100_000), torch.empty(4, 2, 100_000)
+    loss.measure_logits(logits, targets, range(20, 40), own)
+    loss.write_split_gradient(logits, targets, range(20, 40), told, 0.0, own)
+    assert grids == {"_measure_rows": (100_000,), "_write_split_slopes": (100_000,)}
+
+
 def test_a_sum_of_more_elements_than_2_to_the_31_is_one_launch(grids: dict[str, tuple[int, ...]]) -> None:
     add = importlib.import_module("bloomery.kernels.triton_accumulate").add_widened
     with torch.device("meta"):

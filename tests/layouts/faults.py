@@ -14,6 +14,7 @@ from unittest.mock import PropertyMock, patch
 import torch
 
 from bloomery.data_loader.batches import Batches, MicroBatch
+from bloomery.model import fp8, fp8_scaling
 from bloomery.model.decoder import Decoder
 from bloomery.optim import clip
 from bloomery.optim.clip import CountedGradient
@@ -118,6 +119,24 @@ def reduction_in_bf16() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fp32_around_8_bits() -> Iterator[None]:
+    """No mistake: between products of 8 bits values stay fp32, and scales are powers of two.
+
+    In bf16, or where the last bit of a scale follows the order of a sum, so many codes differ between layouts
+    that they hide a mistake.
+    """
+
+    def power_of_two(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return fp8_scaling.power_of_two_from(fp8.fp8_scale(largest, dtype))
+
+    with (
+        patch.dict(precision.DTYPES, {"fp8": torch.float32}),
+        patch.object(fp8_scaling, "fp8_scale", power_of_two),
+    ):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
     "untied embedding": untied_embedding,
@@ -128,4 +147,5 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "short warm-up of limits": short_warm_up,
     "branches of NCCL": branches_of_nccl,
     "reduction in bf16": reduction_in_bf16,
+    "fp32 around 8 bits": fp32_around_8_bits,
 }

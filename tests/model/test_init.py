@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.model import ModelSection
-from bloomery.model.decoder import build, logical_parameters
+from bloomery.model.decoder import build
 from bloomery.model.initial_filling import initialise
 from bloomery.model.initial_values import InitialRule, initial_rows, initial_rule
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import ResolvedModel, resolve
 
 SECTION = ModelSection(layers=8, hidden=96, heads=4, norm="layernorm", bias=True)

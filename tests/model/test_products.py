@@ -55,8 +55,8 @@ def test_torch_knows_products_with_wide_results() -> None:
     """Only a GPU computes them; what they are called with is checked before it is."""
     total = torch.empty(6, 9, device="meta")
     left, right = (torch.empty(*shape, device="meta").bfloat16() for shape in ((6, 3), (3, 9)))
-    assert torch.addmm(total, left, right, out_dtype=torch.float32).dtype == torch.float32
-    assert torch.mm(left, right, out_dtype=torch.float32).dtype == torch.float32
+    assert torch.mm(left, right, out_dtype=torch.float32, out=total) is total
+    assert torch.addmm(total, left, right, out_dtype=torch.float32, out=total) is total
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -22,6 +22,7 @@ from bloomery.model.initial_values import bigram_factors
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.parallel import build as built
+from bloomery.parallel import local_loss
 from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
 from bloomery.parallel.build import SettingsInForce, TrainingModel, build_training_model
 from bloomery.parallel.flat import WeightStorage
@@ -160,7 +161,9 @@ def test_forward_and_loss_are_compiled_together_or_the_loss_beside_blocks_or_blo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(built, "compiled_function", lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(
+        local_loss, "compiled_function", lambda function: compiled.append(function) or function
+    )
     monkeypatch.setattr("bloomery.parallel.recompute.compiled_function", lambda function: function)
     monkeypatch.setattr("bloomery.parallel.recompute.allow_compilations", lambda count: None)
     split: list[Any] = []
@@ -348,7 +351,7 @@ def test_dropout_is_addressed_by_step_sample_and_position_and_one_rank_reports_t
 ) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        built, "dropout_address", lambda **told: asked.append(told) or SimpleNamespace(rows="rows")
+        local_loss, "dropout_address", lambda **told: asked.append(told) or SimpleNamespace(rows="rows")
     )
     seen: list[Any] = []
 
@@ -358,7 +361,7 @@ def test_dropout_is_addressed_by_step_sample_and_position_and_one_rank_reports_t
 
     batch = batch_of(1, 2, 3)
     for seed, rows in ((11, "rows"), (None, None), (0, "rows")):
-        sums = built._micro_batch_loss(loss, dropout_seed=seed, reports=reports)(batch, 9)
+        sums = local_loss.micro_batch_loss(loss, dropout_seed=seed, reports=reports)(batch, 9)
         assert [float(each) for each in sums] == ([3.0, 2.0, 1.0] if reports else [3.0, 0.0, 0.0])
         assert seen.pop() == (batch.tokens, batch.targets, None, rows)
     usual = {"step": 9, "samples": batch.samples, "positions": range(3)}
@@ -450,7 +453,9 @@ def test_a_loss_is_taken_of_what_the_decoder_makes_of_tokens_documents_and_dropo
             calls.seen.append((tokens, documents, None if address is None else address.rows))
             return "hidden"
 
-    built._tensor_loss(Decoded(), z_loss=0.5, chunk=7, compiles="")("tokens", "targets", "documents", rows)  # type: ignore[arg-type]
+    local_loss.tensor_loss_of(Decoded(), z_loss=0.5, chunk=7, compiles="")(
+        "tokens", "targets", "documents", rows
+    )  # type: ignore[arg-type]
     assert calls.seen == [
         ("tokens", "documents", rows),
         ("loss", "hidden", "targets", {"z_loss": 0.5, "chunk": 7}),

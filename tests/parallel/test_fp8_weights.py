@@ -21,6 +21,7 @@ from bloomery.model.fp8 import FP8_FORWARD, Fp8Weight, fp8_linear, to_fp8
 from bloomery.model.layers import Linear
 from bloomery.parallel import fp8_weights, recompute
 from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.flat import FlatGroup
 from bloomery.parallel.fp8_weights import Fp8Weights
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
@@ -183,6 +184,26 @@ def test_copies_take_two_bytes_a_parameter_where_working_weights_are_kept_and_no
     assert bytes_of(model) == 0
 
 
+def test_matrices_of_blocks_have_no_memory_in_16_bits_where_products_read_the_masters() -> None:
+    model, seen = model_with(BY_BLOCK), list[int]()
+    matrices = [group for group in model.weights._groups if group.layout.rule == "matrix"]
+    others = [group for group in model.weights._groups if group.layout.rule == "plain"]
+
+    def working_bytes(groups: list[FlatGroup]) -> int:
+        return sum(group.working.untyped_storage().nbytes() for group in groups if group.layout.bucket)
+
+    for block in model.decoder.blocks:
+        block.mlp.register_forward_hook(lambda *_: seen.append(working_bytes(matrices)))
+        block.register_full_backward_pre_hook(lambda *_: seen.append(working_bytes(matrices)))
+        block.mlp.register_forward_hook(lambda *_: seen.append(0 if working_bytes(others) else 1))
+    model.accumulate(batches_of(3), 0, weight=1 / 64)
+    assert len(seen) == 3 * len(model.decoder.blocks) and set(seen) == {0}
+    model.set_phase(precision="bf16", recompute="none")
+    seen.clear()
+    model.accumulate(batches_of(3), 0, weight=1 / 64)
+    assert max(seen) > 1
+
+
 def test_units_read_kept_copies_and_both_copies_of_other_factors_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -203,11 +224,12 @@ def test_units_read_kept_copies_and_both_copies_of_other_factors_in_place(
     assert kept.codes is not None and kept.transposed is not None
     assert [right.data_ptr() for right in read[:2]] == [kept.codes.data_ptr(), kept.transposed.data_ptr()]
     gradients = [x.grad, weight.grad]
-    for fp8_weight in (Fp8Weight(scale=scale), None):
+    master = Fp8Weight(scale=scale, master=weight.detach().float() * (1 + 1e-4))
+    for fp8_weight in (Fp8Weight(scale=scale), None, master):
         x.grad = weight.grad = None
         fp8_linear(x, weight, fp8_weight=fp8_weight).square().sum().backward()
         assert all(torch.equal(a, b) for a, b in zip(gradients, (x.grad, weight.grad), strict=True))
-    assert len(read) == 9
+    assert len(read) == 12
 
 
 @pytest.mark.parametrize(("splits_input", "asked"), [(True, ["x"]), (False, ["gradient"])])

@@ -38,12 +38,18 @@ def of(
     precision: str = "bf16",
     vocabulary: int = 100,
     reserved_gib: float = 0.0,
+    fp8_teraflops: float = 0.0,
     **model: Any,
 ) -> Workload:
     machine = Hardware(
         name="a machine",
         accelerator=Accelerator(
-            kind=kind, memory_gib=1.0, memory_gb_per_s=1.0, bf16_teraflops=1.0, reserved_gib=reserved_gib
+            kind=kind,
+            memory_gib=1.0,
+            memory_gb_per_s=1.0,
+            bf16_teraflops=1.0,
+            fp8_teraflops=fp8_teraflops,
+            reserved_gib=reserved_gib,
         ),
         node=Node(accelerators=8),
     )
@@ -191,6 +197,30 @@ def test_shards_and_precision_decide_what_of_the_state_a_rank_holds(
     assert (found.master, found.optimizer) == (master, moments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "fp8_teraflops", "copies"),
+    [
+        (Layout(), 2.0, 2),
+        (Layout(), 0.0, 1),
+        (Layout(data=4, zero=2), 2.0, 2),
+        (Layout(data=4, zero=3), 2.0, 0),
+        (Layout(rounds_by_block=True), 2.0, 0),
+    ],
+)
+def test_8_bit_copies_of_matrices_are_kept_where_working_weights_are(
+    layout: Layout, fp8_teraflops: float, copies: int
+) -> None:
+    narrow, wide = (
+        held(of(layout, precision=precision, fp8_teraflops=fp8_teraflops)) for precision in ("fp8", "bf16")
+    )
+    assert narrow.weights - wide.weights == copies * 6 * (BLOCK - 2 * NORM)
+    halved = replace(layout, tensor=2)
+    narrow, wide = (
+        held(of(halved, precision=precision, fp8_teraflops=fp8_teraflops)) for precision in ("fp8", "bf16")
+    )
+    assert narrow.weights - wide.weights == copies * 3 * (BLOCK - 2 * NORM)
+
+
 def test_offloaded_masters_and_gradients_are_pinned_and_moments_are_not() -> None:
     work = of(Layout(data=4, zero=1, offload=True))
     parameters = count_parameters(work.model, vocabulary=100, sequence_length=16)
@@ -216,13 +246,13 @@ def test_muon_keeps_one_moment_of_each_matrix_and_two_of_what_adamw_updates() ->
 @pytest.mark.parametrize(
     ("work", "chunk", "logits"),
     [
-        (of(), 32, 6_400 + 51_200 + 6_144),
-        (of(), 10_000, 9_600 + 51_200 + 6_144),  # no chunk has more rows than there are tokens
+        (of(), 32, 6_400 + 38_400 + 6_144),
+        (of(), 10_000, 9_600 + 38_400 + 6_144),  # no chunk has more rows than there are tokens
         (of(kind="cpu"), 32, 6_400 + 38_400 + 12_288),
         (of(precision="fp32"), 32, 12_800 + 51_200 + 24_576),
-        (of(Layout(tensor=2)), 32, 19_200 + 19_200 + 12_288),
+        (of(Layout(tensor=2)), 32, 6_400 + 19_200 + 12_288),  # logits of two chunks
         (of(Layout(tensor=2), precision="fp32"), 32, 12_800 + 12_800 + 24_576),
-        (of(Layout(tensor=8)), 32, 32 * 13 * 12 + 13 * 64 * 6 + 12_288),  # the last of 8 has fewer columns
+        (of(Layout(tensor=8)), 32, 32 * 13 * 4 + 13 * 64 * 6 + 12_288),  # the last of 8 has fewer columns
     ],
 )
 def test_the_loss_holds_a_chunk_of_logits_and_the_heads_gradient(
@@ -244,8 +274,8 @@ MIDDLE = Layout(pipeline=3, blocks=(2, 2, 2), head_rank=2)  # holds two micro-ba
     ("work", "index", "training", "kept"),
     [
         (of(), 0, {}, 6 * 71_424 + 48 * 8),
-        # What a block forms again lies where the logits were, and needs 7,680 bytes more than they did.
-        (of(), 0, {"recompute": "full"}, 6 * 6_144 + 48 * 8 + 71_424 - 63_744),
+        # What a block forms again lies where the logits were, and needs 20,480 bytes more than they did.
+        (of(), 0, {"recompute": "full"}, 6 * 6_144 + 48 * 8 + 71_424 - 50_944),
         (of(MIDDLE), 1, {}, 2 * 2 * 71_424),
         (of(MIDDLE), 0, {}, 3 * (2 * 71_424 + 48 * 8)),
         (of(MIDDLE), 1, {"micro_batches": 1}, 2 * 71_424),

@@ -198,6 +198,17 @@ def test_a_layout_that_training_would_refuse_is_left_out() -> None:
     assert not refused(1, **interleaved) and refused(1, **{**interleaved, "schedule": "1f1b"})
 
 
+def test_degrees_that_would_split_a_block_with_one_scale_are_left_out() -> None:
+    sizes = ("model.hidden=256", "model.heads=4", "model.kv_heads=4", "model.ffn=512", "optim.name=adamw")
+    for scaling, fitting in (("block", {1, 2}), ("mx", {1, 2, 4}), ("row", {1, 2, 4})):
+        recipe = load_recipe("demo", [*sizes, "train.precision=fp8", f"train.fp8_scaling={scaling}"]).recipe
+        works: Any = {
+            tensor: SimpleNamespace(layout=Layout(tensor=tensor, per_node=4), micro_batch=1)
+            for tensor in (1, 2, 4)
+        }
+        assert {tensor for tensor, work in works.items() if not _would_be_refused(recipe, work)} == fitting
+
+
 OWN = (
     "parallel.data=6", "parallel.tensor=2", "parallel.pipeline=3", "parallel.schedule=zbv",
     "parallel.chunks=2", "parallel.blocks_per_stage=[1,2]", 'parallel.recompute_per_stage=["full"]',

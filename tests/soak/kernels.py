@@ -22,5 +22,6 @@ def test_the_kernels_compile_for_hopper_and_fit_its_multiprocessors(
             assert kernel["shared"] <= HOPPERS_SHARED_BYTES, (title, name)
             assert kernel["uses_units"] == title.startswith("attention"), (title, name)
             assert kernel["rounds_to_8_bits"] == (title == "8 bits"), (title, name)
-    for name, kernel in found["sums"].items():
-        assert kernel["writes_16_bytes"], name
+    for name, kernel in (found["sums"] | found["loss"]).items():
+        assert kernel["reads_16_bytes"] == (name != "first"), name  # a first gradient is read in 8
+        assert kernel["writes_16_bytes"] == (name != "measured"), name

@@ -114,7 +114,8 @@ class ParallelSection:
         choices=("kept", "by-block"),
         help="Whether weights in the working precision are 'kept' beside the fp32 masters, or rounded from "
         "them 'by-block' when a block is computed: 16 bytes per parameter instead of 18 with AdamW, for a "
-        "pass over the masters in each forward and backward.",
+        "pass over the masters in each forward and backward. With 'fp8', 'kept' also keeps two copies of the "
+        "blocks' matrices in 8 bits, 2 bytes per parameter, that are made once a step.",
     )
     overlap: bool = setting(
         True,

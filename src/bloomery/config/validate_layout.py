@@ -27,7 +27,7 @@ def layout_mistakes(recipe: Recipe) -> Iterator[Finding]:
 
 def _tensor_mistakes(recipe: Recipe) -> Iterator[Finding]:
     tensor, per_node = recipe.parallel.tensor, recipe.parallel.ranks_per_node
-    sizes = _split_sizes(recipe.model)
+    sizes = split_sizes(recipe.model)
     if any(size % tensor for size in sizes.values()):
         wrong = [f"{size} {what}" for what, size in sizes.items() if size % tensor]
         yield Finding(
@@ -67,7 +67,7 @@ def _sequence_mistakes(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _split_sizes(model: ModelSection) -> dict[str, int]:
+def split_sizes(model: ModelSection) -> dict[str, int]:
     """Return the sizes that tensor parallelism divides, by name."""
     return {
         "query heads": model.heads,
@@ -78,7 +78,7 @@ def _split_sizes(model: ModelSection) -> dict[str, int]:
 
 def _fitting(recipe: Recipe, *, near: int) -> str:
     per_node = recipe.parallel.ranks_per_node
-    common = gcd(*_split_sizes(recipe.model).values(), 0 if per_node == "auto" else per_node)
+    common = gcd(*split_sizes(recipe.model).values(), 0 if per_node == "auto" else per_node)
     return nearest_numbers(divisors(common), near=near)
 
 

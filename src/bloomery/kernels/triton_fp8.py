@@ -4,6 +4,7 @@ Import this module only where `available.has_triton()`.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of its kernels.
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,12 +13,22 @@ ROWS, COLUMNS, WARPS = 128, 128, 8
 """A program's tile: both copies are then written in whole lines of 128 bytes."""
 
 
-def write_codes(x: Tensor, scale: Tensor, codes: Tensor | None, transposed: Tensor | None) -> None:
+def write_codes(
+    x: Tensor,
+    scale: Tensor,
+    codes: Tensor | None,
+    transposed: Tensor | None,
+    *,
+    through: torch.dtype | None = None,
+) -> None:
     """Write `x` [a, b] / scale in 8 bits to `codes` [a, b] and `transposed` [b, a], those that are given.
 
     x: 16 bits or fp32; it is copied where neither its rows nor its columns are contiguous.
+    through: the dtype to which `x` is rounded before it is divided; None: its own.
     scale: fp32 scalar. codes, transposed: contiguous, E4M3 or E5M2.
     """
+    if through not in (None, x.dtype, torch.bfloat16):
+        x = x.to(through)
     if x.stride(1) != 1 and x.stride(0) == 1:
         # The transpose of a contiguous matrix: each result is what the other is of the other matrix.
         x, codes, transposed = x.t(), transposed, codes
@@ -27,6 +38,7 @@ def write_codes(x: Tensor, scale: Tensor, codes: Tensor | None, transposed: Tens
     _write_codes[grid](
         x, scale, x if codes is None else codes, x if transposed is None else transposed,
         rows, columns, x.stride(0),
+        THROUGH_BF16=through == torch.bfloat16 != x.dtype,
         BY_ROWS=codes is not None, BY_COLUMNS=transposed is not None,
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
@@ -35,7 +47,8 @@ def write_codes(x: Tensor, scale: Tensor, codes: Tensor | None, transposed: Tens
 @triton.jit
 def _write_codes(
     x, scale_of_x, codes, transposed, rows, columns, row_stride,
-    BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    THROUGH_BF16: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Treat one tile; programs lie along one axis, row by row of tiles."""
     across = tl.cdiv(columns, COLUMNS)
@@ -45,6 +58,8 @@ def _write_codes(
     column = (program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     exists = (row < rows)[:, None] & (column < columns)[None, :]
     part = tl.load(x + row[:, None] * row_stride + column[None, :], mask=exists, other=0.0).to(tl.float32)
+    if THROUGH_BF16:
+        part = part.to(tl.bfloat16).to(tl.float32)
     # As torch divides: `/` of Triton's is an approximation on GPUs.
     part = tl.div_rn(part, tl.zeros_like(part) + tl.load(scale_of_x))
     if BY_ROWS:

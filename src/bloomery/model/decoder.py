@@ -7,8 +7,8 @@ sequence, h hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -27,7 +27,6 @@ from bloomery.model.attention import (
     visible,
 )
 from bloomery.model.dropout import (
-    NOTHING_DROPPED,
     SITE_EMBEDDING,
     DropoutAddress,
     ElementKeys,
@@ -72,6 +71,7 @@ class Decoder(nn.Module):
     heads: the query heads held here. sequence_index, sequence_degree: which part of the residual stream's
         positions is here, of how many. Tensor parallelism sets these.
     resets_positions: whether learned positions count within documents.
+    tiles_plain_attention: whether plain causal attention is computed by our kernel too, where that can run.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Decoder(nn.Module):
         def table(rows: int) -> Embedding:
             return Embedding(rows, section.hidden, device=device, dtype=dtype)
 
-        has_table = self.embeds or (self.finishes and section.tied)
-        self.embedding = table(model.vocabulary) if has_table else None
+        is_tied_head = self.finishes and section.tied
+        self.embedding = table(model.vocabulary) if self.embeds or is_tied_head else None
         learned = self.embeds and section.position == "learned"
         self.positions = table(model.max_positions) if learned else None
         normed = self.embeds and section.embedding_norm
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         self.token_loss: nn.Module = NextTokenLoss()
         self.heads = range(section.heads)
         self.sequence_index, self.sequence_degree = 0, 1
-        self.resets_positions = False
+        self.resets_positions, self.tiles_plain_attention = False, False
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -230,7 +230,9 @@ class Decoder(nn.Module):
     def _dropping(
         self, context: AttentionContext, block: int, address: DropoutAddress | None, held: int
     ) -> AttentionContext:
-        """Return the context with a block's dropout; `held` positions of the residual stream are here."""
+        """Return the context with the dropout of a block; `held` positions of the residual stream are
+        here.
+        """
         section = self.model.section
         weights, outputs = section.attention_dropout > 0.0, section.hidden_dropout > 0.0
         if address is None or not (weights or outputs):
@@ -271,13 +273,15 @@ class Decoder(nn.Module):
         drops = drops and section.attention_dropout > 0.0
         sees_all = before > 0 and positions.shape[0] == 1
         is_plain = not (is_alibi or drops or documents is not None or before > 0)
+        can_tile = padding is None and before == 0
+        can_tile = can_tile and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
+        is_plain = is_plain and not (can_tile and self.tiles_plain_attention)
         if padding is None and (is_plain or (sees_all and not is_alibi)):
             return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary)
         slopes = None
         if is_alibi:
             slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
-        is_tiled = supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
-        if is_tiled and padding is None and before == 0:
+        if can_tile:
             starts, ends = (None, None) if documents is None else document_ranges(documents)
             visibility = Visibility(starts=starts, ends=ends, slopes=slopes)
             return AttentionContext(mask=None, is_causal=False, rotary=rotary, visibility=visibility)
@@ -297,7 +301,8 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention and MLP, each after a norm, added to the residual stream.
 
-    enter_…, leave_…: identities that tensor parallelism replaces by its collectives.
+    enter_attention, leave_attention, enter_mlp, leave_mlp: identities that tensor parallelism replaces by its
+    collectives.
     hidden_maximum: fp32 scalar, raised to the largest absolute value that the block returns in each forward
         that a backward follows; None where nobody asks.
     """
@@ -318,9 +323,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
-        dropout = NOTHING_DROPPED if context.dropout is None else context.dropout
-        x = x + self._dropped(self.mix(x, context, cache), dropout.attention_output)
-        x = x + self._dropped(self.expand(x), dropout.mlp_output)
+        dropout = context.dropout
+        mixed = self.mix(x, context, cache)
+        x = x + self._dropped(mixed, None if dropout is None else dropout.attention_output)
+        expanded = self.expand(x)
+        x = x + self._dropped(expanded, None if dropout is None else dropout.mlp_output)
         if self.hidden_maximum is not None and torch.is_grad_enabled():
             largest = x.detach().abs().amax().float()
             self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
@@ -333,66 +340,11 @@ class Block(nn.Module):
 
     def expand(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
-        return self.mlp.down.add_bias(self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x)))))
+        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
+        return self.mlp.down.add_bias(expanded)
 
     def _dropped(self, x: Tensor, keys: ElementKeys | None) -> Tensor:
         return x if keys is None else drop(x, self.dropout, keys)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogicalParameter:
-    """One logical tensor, and where it is stored: rows `row_start` … of `parameter`, with all columns."""
-
-    name: str
-    parameter: nn.Parameter
-    parameter_name: str
-    row_start: int
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical tensor's shape."""
-        return (self.rows, *self.parameter.shape[1:])
-
-    @property
-    def tensor(self) -> Tensor:
-        """A view of the rows as they are stored now; writing to it writes the parameter."""
-        return self.parameter.data[self.row_start : self.row_start + self.rows]
-
-
-def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
-    """Yield every parameter's logical tensors, in the order of `decoder.named_parameters()`.
-
-    Together they cover each stored parameter's rows exactly once.
-    """
-    for stored, parameter in decoder.named_parameters():
-        row_start = 0
-        for name, rows in _rows_within(decoder, stored, parameter):
-            yield LogicalParameter(
-                name=name, parameter=parameter, parameter_name=stored, row_start=row_start, rows=rows
-            )
-            row_start += rows
-
-
-def _rows_within(decoder: Decoder, stored: str, parameter: nn.Parameter) -> Iterator[tuple[str, int]]:
-    """Yield the logical names and row counts inside one stored parameter, in order."""
-    owner_name, _, rest = stored.rpartition("attention.qkv.")
-    if owner_name:
-        attention = cast(Attention, decoder.get_submodule(f"{owner_name}attention"))
-        for part, heads in (
-            ("query", attention.heads),
-            ("key", attention.kv_heads),
-            ("value", attention.kv_heads),
-        ):
-            yield f"{owner_name}attention.{part}.{rest}", heads * attention.head_dim
-        return
-    owner_name, _, rest = stored.rpartition("mlp.expand.")
-    if owner_name:
-        parts = ("gate", "up") if decoder.model.section.activation == "swiglu" else ("up",)
-        for part in parts:
-            yield f"{owner_name}mlp.{part}.{rest}", parameter.shape[0] // len(parts)
-        return
-    yield stored, parameter.shape[0]
 
 
 def _norm(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -66,9 +66,6 @@ class BlockDropout:
     mlp_output: ElementKeys | None
 
 
-NOTHING_DROPPED = BlockDropout(weights=None, attention_output=None, mlp_output=None)
-
-
 def dropout_address(
     *, seed: int, step: int, samples: Tensor, positions: range, first_head: int = 0
 ) -> DropoutAddress:

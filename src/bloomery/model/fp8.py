@@ -44,11 +44,14 @@ class Fp8Weight:
     scale: fp32 scalar, by which codes are multiplied to give about the weight.
     codes: E4M3 [o, i]; None where each product rounds the weight, because the weight is in memory only then.
     transposed: E4M3 [i, o], contiguous; None where `codes` is, and on devices without units for 8 bits.
+    master: fp32 [o, i], whose elements each product rounds to bf16 and then to 8 bits; the weight, in bf16,
+        then need not be in memory. None where a product reads the weight or its codes.
     """
 
     scale: Tensor
     codes: Tensor | None = None
     transposed: Tensor | None = None
+    master: Tensor | None = None
 
 
 def fp8_linear(
@@ -67,13 +70,12 @@ def fp8_linear(
         outputs. It is called for split factors only: the other ones are equal on all ranks.
     fp8_weight: of `weight`, as it is now; None: the weight is scaled here.
     """
-    scale, codes, transposed = (
-        (None, None, None)
-        if fp8_weight is None
-        else (fp8_weight.scale, fp8_weight.codes, fp8_weight.transposed)
-    )
-    product = _Fp8Product.apply(x.flatten(0, -2), weight, scale, codes, transposed, maximum, splits_input)
-    return product.unflatten(0, x.shape[:-1])
+    rows = x.flatten(0, -2)
+    if fp8_weight is None:
+        scale = fp8_scale(_largest(weight.detach(), maximum), FP8_FORWARD)
+        fp8_weight = Fp8Weight(scale=scale)
+    known = (fp8_weight.scale, fp8_weight.codes, fp8_weight.transposed, fp8_weight.master)
+    return _Fp8Product.apply(rows, weight, *known, maximum, splits_input).unflatten(0, x.shape[:-1])
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -82,24 +84,24 @@ class _Fp8Product(torch.autograd.Function):
         ctx,
         x: Tensor,
         weight: Tensor,
-        scale: Tensor | None,
+        scale: Tensor,
         codes: Tensor | None,
         transposed: Tensor | None,
+        master: Tensor | None,
         maximum: Maximum | None,
         splits_input: bool,  # noqa: FBT001  — autograd's functions have positional arguments only
     ) -> Tensor:
         scale_x = fp8_scale(_largest(x, maximum if splits_input else None), FP8_FORWARD)
-        if scale is None:
-            scale = fp8_scale(_largest(weight, maximum), FP8_FORWARD)
         codes_x, transposed_x = to_fp8_twice(x, scale_x, FP8_FORWARD)
-        is_kept = codes is not None
+        ctx.is_kept, ctx.dtype = codes is not None, x.dtype
+        read_backward = transposed
         if codes is None:
-            codes = rounded_to_fp8(weight, scale, FP8_FORWARD)
+            # Rounded again in the backward, when it is in memory again.
+            read_backward = weight if master is None else master
+            codes = to_fp8_codes(read_backward, scale, FP8_FORWARD, through=x.dtype)
         elif transposed is None:
-            transposed = codes.t()
-        # A weight without a copy is rounded again in the backward, when it is in memory again.
-        ctx.save_for_backward(transposed_x, scale_x, transposed if is_kept else weight, scale)
-        ctx.is_kept, ctx.dtype = is_kept, x.dtype
+            read_backward = codes.t()
+        ctx.save_for_backward(transposed_x, scale_x, read_backward, scale)
         ctx.maximum = None if splits_input else maximum
         return _fp8_product(codes_x, codes.t(), (scale_x, scale), x.dtype, is_fast=True)  # [n, o]
 
@@ -107,12 +109,13 @@ class _Fp8Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         transposed_x, scale_x, weight, scale = ctx.saved_tensors
-        transposed_weight = weight if ctx.is_kept else to_fp8_transposed(weight, scale, FP8_FORWARD)
+        if not ctx.is_kept:
+            weight = to_fp8_transposed(weight, scale, FP8_FORWARD, through=ctx.dtype)
         scale_g = fp8_scale(_largest(gradient, ctx.maximum), FP8_BACKWARD)
         codes, transposed = to_fp8_twice(gradient, scale_g, FP8_BACKWARD)
-        by_x = _fp8_product(codes, transposed_weight.t(), (scale_g, scale), ctx.dtype)  # [n, i]
+        by_x = _fp8_product(codes, weight.t(), (scale_g, scale), ctx.dtype)  # [n, i]
         by_weight = _fp8_product(transposed, transposed_x.t(), (scale_g, scale_x), ctx.dtype)  # [o, i]
-        return by_x, by_weight, None, None, None, None, None
+        return by_x, by_weight, None, None, None, None, None, None
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -151,27 +154,43 @@ def to_fp8_twice(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     return codes, codes.t()
 
 
-def to_fp8_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return only the transpose that `to_fp8_twice` returns."""
+def to_fp8_codes(x: Tensor, scale: Tensor, dtype: torch.dtype, *, through: torch.dtype) -> Tensor:
+    """Return only the codes that `to_fp8_twice` returns of `x` in the dtype `through`."""
     if has_fp8_units(x.device):
-        transposed: Tensor = torch.ops.bloomery.fp8_transposed(x, scale, dtype)
+        codes: Tensor = torch.ops.bloomery.fp8_codes(x, scale, dtype, through)
+        return codes
+    return rounded_to_fp8(x.to(through), scale, dtype)
+
+
+def to_fp8_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, *, through: torch.dtype) -> Tensor:
+    """Return only the transpose that `to_fp8_twice` returns of `x` in the dtype `through`."""
+    if has_fp8_units(x.device):
+        transposed: Tensor = torch.ops.bloomery.fp8_transposed(x, scale, dtype, through)
         return transposed
-    return rounded_to_fp8(x, scale, dtype).t()
+    return rounded_to_fp8(x.to(through), scale, dtype).t()
 
 
-def write_fp8(x: Tensor, scale: Tensor, codes: Tensor | None, transposed: Tensor | None) -> None:
+def write_fp8(
+    x: Tensor,
+    scale: Tensor,
+    codes: Tensor | None,
+    transposed: Tensor | None,
+    *,
+    through: torch.dtype | None = None,
+) -> None:
     """Write `x` [a, b] / scale in 8 bits to `codes` [a, b] and to `transposed` [b, a], those that are given.
 
     Both are contiguous, of one dtype. On GPUs with Triton one kernel reads `x` once and writes both.
+    through: the dtype to which `x` is rounded before it is divided; None: its own.
     """
     if x.device.type == "cuda" and has_triton():
         from bloomery.kernels.triton_fp8 import write_codes  # only where Triton is
 
-        write_codes(x, scale, codes, transposed)
+        write_codes(x, scale, codes, transposed, through=through)
         return
     written = codes if transposed is None else transposed
     assert written is not None, "there is something to write"
-    rounded = rounded_to_fp8(x, scale, written.dtype)
+    rounded = rounded_to_fp8(x.to(through or x.dtype), scale, written.dtype)
     if codes is not None:
         codes.copy_(rounded)
     if transposed is not None:
@@ -183,7 +202,11 @@ torch.library.define(
     "bloomery::fp8_twice", "(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor codes, Tensor transposed)"
 )
 torch.library.define(
-    "bloomery::fp8_transposed", "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor transposed"
+    "bloomery::fp8_codes", "(Tensor x, Tensor scale, ScalarType dtype, ScalarType through) -> Tensor codes"
+)
+torch.library.define(
+    "bloomery::fp8_transposed",
+    "(Tensor x, Tensor scale, ScalarType dtype, ScalarType through) -> Tensor transposed",
 )
 
 
@@ -199,16 +222,28 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _room_for_codes(x, dtype)
 
 
+@torch.library.impl("bloomery::fp8_codes", "default")
+def _fp8_codes(x: Tensor, scale: Tensor, dtype: torch.dtype, through: torch.dtype) -> Tensor:
+    codes, _ = _room_for_codes(x, dtype)
+    write_fp8(x, scale, codes, None, through=through)
+    return codes
+
+
+@torch.library.register_fake("bloomery::fp8_codes")  # type: ignore[untyped-decorator]
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, through: torch.dtype) -> Tensor:
+    return _room_for_codes(x, dtype)[0]
+
+
 @torch.library.impl("bloomery::fp8_transposed", "default")
-def _fp8_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    transposed = x.new_empty(x.shape[::-1], dtype=dtype)
-    write_fp8(x, scale, None, transposed)
+def _fp8_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype, through: torch.dtype) -> Tensor:
+    _, transposed = _room_for_codes(x, dtype)
+    write_fp8(x, scale, None, transposed, through=through)
     return transposed
 
 
 @torch.library.register_fake("bloomery::fp8_transposed")  # type: ignore[untyped-decorator]
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape[::-1], dtype=dtype)
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, through: torch.dtype) -> Tensor:
+    return _room_for_codes(x, dtype)[1]
 
 
 def _room_for_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Fused attention on GPUs (scores never in memory) with ALiBi, document masks and dropout.
 
 torch's fused kernels know neither ALiBi nor documents nor dropout by address, other than as a mask of all
-scores; these do. Plain causal attention is left to torch, whose kernels for it are faster. Legend: b batch, s
-positions, d head width.
+scores; these do. Plain causal attention is computed by whatever is the quickest (`attention_choice`). Legend:
+b batch, s positions, d head width.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.decoder import Decoder
 from bloomery.model.initial_values import ROWS_PER_BLOCK, InitialRule, initial_rule, write_values
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import ResolvedModel
 
 NUMBERS_AT_ONCE = 2**18

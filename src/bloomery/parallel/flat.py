@@ -72,6 +72,8 @@ class FlatGroup:
     working: the whole group in the working precision, of which the module's parameters are views. In fp32,
         without sharding or offloading, it is the master itself.
     shards_weights: whether `working` is gathered from the shards of several ranks each time (ZeRO 3).
+    reads_masters: whether what computes reads the masters instead, so that `working` gets no memory where it
+        is freed between blocks.
     frees_weights: whether `working` has memory only between `all_gather_weights` and `free_weights`: with
         ZeRO 3, and where it is rounded from the masters block by block.
     """
@@ -116,6 +118,7 @@ class FlatGroup:
         self._reduced_once = False
         self._arrived: set[nn.Parameter] = set()
         self.working = self.master
+        self.reads_masters = False
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -195,7 +198,7 @@ class FlatGroup:
 
         Collective over the shard axis; of one rank, it rounds the masters.
         """
-        if self.frees_weights:
+        if self.frees_weights and not self.reads_masters:
             storage = self.working.untyped_storage()
             if storage.size() == 0:
                 self._arrived.clear()  # a backward that did not reach all parameters may have left some

@@ -42,7 +42,8 @@ class Fp8Weights:
     """Keeps `Fp8Weight` of each `Linear` in a decoder's blocks equal to the weights.
 
     Where working weights are kept, so are their 8-bit copies, which all micro-batches of a step use. Where
-    working weights are freed around each block, only the scales are kept, and each product rounds.
+    working weights are freed around each block, only the scales are kept, and each product rounds. It then
+    reads the masters, if they are whole and on the device, and such weights take no memory in 16 bits at all.
     """
 
     def __init__(self, decoder: Decoder, weights: MasterWeights, *, mesh: Mesh, keeps_copies: bool) -> None:
@@ -61,6 +62,9 @@ class Fp8Weights:
             for place in layout.parameters
             if place.name in modules
         ]
+        # With whole masters on the device nothing is gathered, and no product needs the working weights.
+        is_here = weights.master[0].device.type == mesh.device.type
+        self._reads_masters = not keeps_copies and is_here and not weights.gathers_weights
         self._is_used = False
         weights.after_rounding = self.refresh
 
@@ -70,8 +74,11 @@ class Fp8Weights:
         Collective over the tensor axis, and where no copies are kept over the shard axis, if `wanted`.
         """
         self._is_used = wanted
+        read = {layer.group for layer in self._layers} if wanted and self._reads_masters else set()
+        assert all(self._is_of_layers(index) for index in read), "matrices have groups of their own"
+        self._weights.read_masters(read)
         for layer in self._layers:
-            layer.module.fp8_weight = self._room(layer.module) if wanted else None
+            layer.module.fp8_weight = self._room(layer) if wanted else None
         self.refresh()
 
     @torch.no_grad()
@@ -92,10 +99,17 @@ class Fp8Weights:
             if fp8_weight.codes is not None:
                 write_fp8(layer.module.weight, fp8_weight.scale, fp8_weight.codes, fp8_weight.transposed)
 
-    def _room(self, module: Linear) -> Fp8Weight:
-        weight = module.weight
+    def _is_of_layers(self, group: int) -> bool:
+        count = sum(layer.group == group for layer in self._layers)
+        return len(self._weights.layouts[group].parameters) == count
+
+    def _room(self, layer: _Layer) -> Fp8Weight:
+        weight = layer.module.weight
         # A tensor of its own for each scale: the units for 8 bits and compiled code read aligned addresses.
         scale = torch.empty((), device=weight.device)
+        if self._reads_masters:
+            master = self._weights.master[layer.group][layer.held.start : layer.held.stop]
+            return Fp8Weight(scale=scale, master=master.view(weight.shape))
         if not self._keeps_copies:
             return Fp8Weight(scale=scale)
         codes = torch.empty(weight.shape, dtype=FP8_FORWARD, device=weight.device)

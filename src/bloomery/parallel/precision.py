@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -32,6 +32,7 @@ from bloomery.parallel.flat import (
 )
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.host_copies import link_to
+from bloomery.parallel.host_numbers import to_device
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.updated_weights import UpdatedWeights
 
@@ -204,6 +205,14 @@ class MasterWeights:
         """Whether forward and backward gather weights (ZeRO 3), and so are collective."""
         return any(group.shards_weights for group in self._groups)
 
+    def read_masters(self, groups: Set[int]) -> None:
+        """Give the working weights of these groups no memory where they are freed between blocks.
+
+        groups: indices in `layouts`. What computes then reads the masters, which must be whole.
+        """
+        for index, group in enumerate(self._groups):
+            group.reads_masters = index in groups
+
     def begin_accumulation(self, *, backwards: int) -> None:
         """Begin a step: its first backward overwrites the gradients of the last step.
 
@@ -275,7 +284,8 @@ class MasterWeights:
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
                 each = squared_norms([_view(gradient, place) for place in places])
-                at = torch.tensor([index[place.name] for place in places], device=self.device)
+                rows = [index[place.name] for place in places]
+                at = to_device(rows, dtype=torch.int64, device=self.device)
                 squares.index_add_(0, at, each.to(self.device))
         return self._mesh.all_reduce(squares).sqrt().float()
 
@@ -291,8 +301,9 @@ class MasterWeights:
             ]
             if held:
                 each = squared_norms([_view(master, place) for _, place in held])
-                both = torch.stack([each, each.new_tensor([place.numel for _, place in held])])
-                at = torch.tensor([block for block, _ in held], device=self.device)
+                counts = to_device([place.numel for _, place in held], dtype=each.dtype, device=each.device)
+                both = torch.stack([each, counts])
+                at = to_device([block for block, _ in held], dtype=torch.int64, device=self.device)
                 squares.index_add_(1, at, both.to(self.device))
         self._mesh.all_reduce(squares)
         return (squares[0] / squares[1].clamp(min=1.0)).sqrt().float()

@@ -112,7 +112,7 @@ def stage_memory(
         are_masters = False
         gradients += 0.0 if is_apart else sharded
     return StageMemory(
-        weights=round(weights * width),
+        weights=round(weights * width + fp8_copy_bytes(work, parameters, stage)),
         gradients=round(4 * gradients),
         master=0 if are_masters else round(4 * updated_here),
         optimizer=round(state * updated_here),
@@ -160,6 +160,18 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
         if work.model.tied and not stage.has_embedding:
             count += parameters.embedding / t
     return count
+
+
+def fp8_copy_bytes(work: Workload, parameters: ModelParameters, stage: StageParameters) -> float:
+    """Return the bytes of the 8-bit copies of one rank's matrices (`parallel/fp8_weights.py`).
+
+    They are kept where working weights are: one copy, and its transpose for units that multiply 8 bits.
+    """
+    layout = work.layout
+    if work.precision != "fp8" or layout.zero == 3 or layout.rounds_by_block:
+        return 0.0
+    copies = 2 if work.hardware.accelerator.fp8_teraflops else 1
+    return copies * stage.blocks * parameters.block.matrices / layout.tensor
 
 
 def in_flight(work: Workload, index: int, training: Training) -> float:
@@ -288,21 +300,20 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
 def _logits(work: Workload, training: Training) -> float:
     """Return the bytes of one chunk's logits, their fp32 form and gradient, and the head's fp32 gradient.
 
-    The loss over a split vocabulary computes the gradient in place, beside the chunk before. A GPU's kernel
-    writes the gradient over the logits, which have no fp32 form then; compiled code makes it from them.
+    A GPU's kernels write the gradient over the logits, which have no fp32 form then; with a split vocabulary
+    the logits of the next chunk are computed beside them. Without kernels the loss over a split vocabulary
+    computes the gradient in place, beside the chunk before; compiled code makes it from the logits.
     """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
     hidden = work.tokens * work.model.hidden * work.value_bytes
-    if work.layout.tensor > 1:
+    split = work.layout.tensor > 1
+    if work.has_gpu_kernels:
+        chunks = (2 if split else 1) * rows * columns * work.value_bytes
+        return chunks + columns * work.model.hidden * (4 + work.value_bytes) + (2 if split else 1) * hidden
+    if split:
         narrow = work.value_bytes if work.value_bytes < 4 else 0
         return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
-    if work.has_gpu_kernels:
-        return (
-            rows * columns * work.value_bytes
-            + columns * work.model.hidden * (4 + 2 * work.value_bytes)
-            + hidden
-        )
     if training.fused:
         return (
             rows * columns * work.value_bytes
