@@ -20,7 +20,6 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
-from bloomery.plan.hardware import GIB
 from bloomery.plan.memory import StageMemory
 from bloomery.train import rank_diagnostics, recomputation
 from bloomery.train.rank_diagnostics import (
@@ -126,7 +125,10 @@ def test_the_plan_is_that_of_the_ranks_own_stage_on_as_many_accelerators_as_ther
     monkeypatch.setattr(
         recomputation, "replace", lambda found, **changed: asked.append((found, changed)) or work
     )
-    chosen: Any = lambda recipe, of, *, room_bytes: (f"{recipe} with {room_bytes / GIB} GiB", None)
+
+    def chosen(recipe: str, of: Any, *, room_bytes: float) -> tuple[str, None]:
+        return f"{recipe} with {room_bytes / GIB} GiB", None
+
     monkeypatch.setattr(rank_diagnostics, "resolved", chosen)
     monkeypatch.setattr(
         rank_diagnostics, "memory_of", lambda *told: asked.append(told) or ("first", "second", "third")
