@@ -13,6 +13,8 @@ from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
 import bloomery
 from bloomery.model.fp8 import FP8_BACKWARD, FP8_FORWARD
+from bloomery.model.fp8_scaling import FINE_SCALINGS, FineScaling, scaled_linear
+from bloomery.model.fp8_units import lacking_units
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 
@@ -48,6 +50,31 @@ def test_a_narrow_precision_stays_near_fp32(precision: str) -> None:
     narrow, gradients = accumulated("llama", "cuda", precision=precision)
     assert narrow == pytest.approx(loss, rel=0.05)
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("sizes", [(512, 1024, 768), (200, 260, 130)], ids=str)
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
+def test_products_of_scaled_factors_are_those_of_the_cpu(
+    scaling: FineScaling, sizes: tuple[int, int, int]
+) -> None:
+    lacking = lacking_units(scaling, torch.device("cuda"))
+    if lacking:
+        pytest.skip(lacking)
+    n, i, o = sizes
+    generator = torch.Generator().manual_seed(1)
+    x, weight, slope = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((n, i), (o, i), (n, o))
+    )
+
+    def computed(device: str) -> list[torch.Tensor]:
+        own_x, own_weight = (tensor.clone().to(device).requires_grad_() for tensor in (x, weight))
+        y = scaled_linear(own_x, own_weight, scaling=scaling)
+        y.backward(slope.to(device))
+        assert own_x.grad is not None and own_weight.grad is not None
+        return [tensor.detach().cpu().double() for tensor in (y, own_x.grad, own_weight.grad)]
+
+    for found, expected in zip(computed("cuda"), computed("cpu"), strict=True):
+        assert (found - expected).norm() <= 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)

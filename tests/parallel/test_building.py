@@ -269,7 +269,7 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     model.set_phase(precision="fp8", recompute="selective")
     assert calls.seen == [
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
-        ("use_fp8_matmuls", "the blocks"),
+        ("use_fp8_matmuls", "the blocks", "tensor"),
         ("8-bit weights", {"wanted": True}),
     ]
     assert model.current == SettingsInForce(precision="fp8", recompute="selective")

@@ -74,7 +74,8 @@ class ScaledWeights:
         keeps_copies: whether the working weights are in memory between the blocks' passes too.
         compiled: whether rounding is compiled, which then passes over each weight fewer times.
         """
-        self._tensor, self._scaling, self._keeps_copies = tensor, scaling, keeps_copies
+        self._weights, self._tensor, self._scaling = weights, tensor, scaling
+        self._keeps_copies = keeps_copies
         self._layers = [part for part in decoder.blocks.modules() if isinstance(part, Linear)]
         self._is_used = False
         self._largest = compiled_function(_largest_both_ways) if compiled else _largest_both_ways
@@ -99,6 +100,7 @@ class ScaledWeights:
         """
         if not self._is_used:
             return
+        self._weights.updated.finish()
         for layer, largest in zip(self._layers, self._maxima(), strict=True):
             rows, columns = self._rounded(layer.weight, *largest, self._scaling)
             if layer.scaled_weight is None:
