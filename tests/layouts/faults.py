@@ -21,6 +21,7 @@ from bloomery.optim.clip import CountedGradient
 from bloomery.parallel import build, precision
 from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup
+from bloomery.parallel.fp8_weights import Fp8Weights
 
 
 @contextmanager
@@ -106,6 +107,13 @@ def branches_of_nccl() -> Iterator[None]:
 
 
 @contextmanager
+def weights_scaled_in_each_product() -> Iterator[None]:
+    """No mistake: each product of 8 bits finds the scale of its weight, and rounds it, as if no step knew."""
+    with patch.object(Fp8Weights, "use", lambda _weights, *, wanted: None):
+        yield
+
+
+@contextmanager
 def reduction_in_bf16() -> Iterator[None]:
     """Gradients are rounded to bf16 before they are summed over the data axis."""
     begin = FlatGroup.begin_reduction
@@ -146,6 +154,7 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "wrong dropout address of a shard": wrong_dropout_address_of_a_shard,
     "short warm-up of limits": short_warm_up,
     "branches of NCCL": branches_of_nccl,
+    "weights scaled in each product": weights_scaled_in_each_product,
     "reduction in bf16": reduction_in_bf16,
     "fp32 around 8 bits": fp32_around_8_bits,
 }

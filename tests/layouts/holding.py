@@ -19,9 +19,9 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import EVERYTHING
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.parallel.flat import FlatGroup
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import mesh_of
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.hardware import Accelerator, Hardware, Node
 from bloomery.plan.layout import layout_of
 from bloomery.plan.overview import base_workload

@@ -181,7 +181,7 @@ def test_halves_of_a_product_in_8_bits_add_up_to_the_whole_if_they_share_their_m
     def product(columns: slice, *, is_shared: bool) -> tuple[torch.Tensor, ...]:
         own_x, own_weight = (t[:, columns].clone().requires_grad_() for t in (x, weight))
         # The slopes are whole on both: their maximum is not asked for.
-        wholes = iter([x.abs().amax(), weight.abs().amax()])
+        wholes = iter([weight.abs().amax(), x.abs().amax()])
         maximum = (lambda _largest: next(wholes)) if is_shared else None
         y = fp8_linear(own_x, own_weight, maximum, splits_input=True)
         y.backward(slope)

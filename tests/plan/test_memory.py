@@ -319,6 +319,20 @@ def test_messages_take_four_streams_between_stages_and_two_between_tensor_ranks(
     assert held(of(layout), index).buffers == buffers
 
 
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(offload=True), 4 * WHOLE),
+        (Layout(offload=True, data=4, zero=1), WHOLE),
+        (Layout(offload=True, rounds_by_block=True), 4 * BLOCK),
+        (Layout(offload=True, data=4, zero=3), BLOCK),
+    ],
+)
+def test_masters_that_come_from_the_cpus_memory_are_rounded_on_the_device(layout: Layout, more: int) -> None:
+    kept = held(of(replace(layout, offload=False))).buffers
+    assert held(of(layout)).buffers == kept + more
+
+
 def test_an_eager_backward_holds_the_largest_gradient_alone() -> None:
     assert held(of(), fused=False).buffers == 2 * 2 * 96 * 64
     assert held(of(vocabulary=1_000), fused=False).buffers == 2 * 64_000  # of the embedding

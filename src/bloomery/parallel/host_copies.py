@@ -99,13 +99,18 @@ class CopiesOnStreams:
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:  # Any: a module
         self._device, self._cuda = device, cuda
         self._down, self._up = cuda.Stream(device), cuda.Stream(device)
+        self._pinned = set[int]()
 
     def zeros(self, numel: int) -> Tensor:
         """See HostLink. Pages are registered: torch's pinned memory is rounded up to a power of two bytes."""
         memory = torch.zeros(numel)
+        if not numel:
+            return memory
         with self._cuda.device(self._device):
-            refused = numel and int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if refused:
+            refused = int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if not refused:
+            self._pinned.add(memory.data_ptr())
+        else:
             log.warning(
                 "%.1f GB cannot be pinned (error %d): copies take longer", memory.nbytes / 1e9, refused
             )
@@ -113,9 +118,9 @@ class CopiesOnStreams:
 
     def release(self, memory: Sequence[Tensor]) -> None:
         """See HostLink."""
-        for tensor in memory:
-            if tensor.numel():
-                self._cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        for address in {tensor.data_ptr() for tensor in memory} & self._pinned:
+            self._pinned.remove(address)
+            self._cuda.cudart().cudaHostUnregister(address)
 
     def down(self, into: Tensor, source: Tensor) -> Arrival:
         """See HostLink."""
@@ -159,7 +164,8 @@ class OffloadedShard:
     def __init__(self, numel: int, *, link: HostLink) -> None:
         self._link = link
         self.master, self.gradient = link.zeros(numel), link.zeros(numel)
-        weakref.finalize(self, link.release, (self.master, self.gradient))
+        # At the end of the process the driver's context may be gone, and all is released in any case.
+        weakref.finalize(self, link.release, (self.master, self.gradient)).atexit = False
         self.pieces = tuple(
             range(start, min(start + PIECE_NUMEL, numel)) for start in range(0, numel, PIECE_NUMEL)
         )

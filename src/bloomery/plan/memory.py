@@ -6,6 +6,8 @@ of a micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a val
 
 from __future__ import annotations
 
+import math
+
 from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.layout import StageParameters
@@ -18,6 +20,10 @@ matrices.
 
 SCORE_BYTES_BESIDE = 1
 """The bytes for each attention weight that the mask of its dropout takes."""
+
+
+OFFLOADED_PIECE_BYTES = 2**26
+"""The bytes of offloaded masters that go to the device at a time (`parallel/host_copies.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,10 @@ def stage_memory(
         # Of a GPU's memory masters and moments take nothing, and gradients what they take without offload. A
         # CPU has no other memory, where masters are then apart and gradients twice.
         is_apart = work.hardware.accelerator.kind == "gpu"
+        # Masters come in fp32 and are rounded on the device: a block's, or a piece of the update.
+        by_block = layout.rounds_by_block or layout.zero == 3
+        piece = one_block / (layout.shards if layout.zero == 3 else 1) if by_block else sharded
+        buffers += min(4 * piece, math.inf if by_block else OFFLOADED_PIECE_BYTES) if is_apart else 0.0
         updated_here = 0.0 if is_apart else sharded
         are_masters = False
         gradients += 0.0 if is_apart else sharded

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.heartbeat import RankActivity, ignore_activity
@@ -25,6 +26,7 @@ from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.plan.schedule import Phase
 from bloomery.train.state import TrainState
+from bloomery.train.time_by_part import UPDATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,8 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
         parts.check.screen()
     parts.average_gradients(state)
     parts.enter(RankActivity.UPDATING)
-    facts, rate = _update(parts, state, scale)
+    with record_function(UPDATE):
+        facts, rate = _update(parts, state, scale)
     used_scale = None
     if parts.loss_scale:
         used_scale = parts.loss_scale.scale.clone()
