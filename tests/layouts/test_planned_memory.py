@@ -1,4 +1,4 @@
-"""The peak of a training's memory, counted, is what the planner says within a tenth, or a little more in shards."""
+"""The counted peak of a training's memory is the planned one within a tenth, or a little more in shards."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_an_eager_training_takes_what_is_planned(matrix: Matrix, style: str, lay
         for recompute in RECOMPUTED
         for precision in (("bf16",) if layout == BY_BLOCK else ("fp32", "bf16"))
     }
-    # The plan adds up a block's gradient, gathered blocks and logits, which follow each other; that is much of
-    # a model of four blocks. Gloo has buffers of its own, beside which little else is kept under 'full'.
+    # The plan adds up a block's gradient, gathered blocks and logits, which follow each other; that is much
+    # of a model of four blocks. Gloo has buffers of its own, beside which little else is kept under 'full'.
     bound = 0.13 if layout in (ZERO_1, ZERO_3) else 0.1
     assert {case: off for case, off in figures.items() if abs(off) > bound} == {}
 
