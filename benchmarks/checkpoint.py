@@ -33,7 +33,8 @@ from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
 from bloomery.checkpoint.format.state import StateEntry, whole
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 PARTS = ("blocking", "steps", "save")
 TENSOR_BYTES = 16 << 20

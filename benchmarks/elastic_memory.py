@@ -23,7 +23,8 @@ from tests.checkpoint.small_run import Moments, Run, Weights
 
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 PEER_MEMORY = Path(__file__).parents[1] / "tests" / "diloco" / "peer_memory.py"
 SIZES = (8_000_000, 40_000_000)

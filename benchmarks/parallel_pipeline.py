@@ -207,7 +207,7 @@ def _peer(shape: Any, rank: int) -> Pass:
 
     from bloomery.config.parallel import ParallelSection
     from bloomery.model.decoder import build
-    from bloomery.model.initial_values import initialise
+    from bloomery.model.initial_filling import initialise
     from bloomery.parallel.mesh import join_mesh
     from bloomery.plan.pipeline_stages import stages_of
 

@@ -7,7 +7,7 @@ where peers hold their weights in bf16 and nothing else, and ours keeps fp32 mas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,8 +17,9 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data_loader.batches import MicroBatch
-from bloomery.parallel.build import build_training_model
-from bloomery.parallel.mesh import join_mesh
+from bloomery.model.initial_values import initial_rule
+from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import DTYPES, measure_peak_flops, resolve_precision
 from bloomery.plan.parameters import token_cost
@@ -101,6 +102,19 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
     return bloomery_step(shape, compiled=compiled, parallel=ParallelSection())
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnTraining:
+    """Our model with what makes its steps.
+
+    step: makes one optimizer step of the batches that it is given, and returns the whole batch's mean loss.
+        Collective.
+    """
+
+    model: TrainingModel
+    mesh: Mesh
+    step: Callable[[Sequence[MicroBatch]], Tensor]
+
+
 def bloomery_step(
     shape: Shape,
     *,
@@ -112,11 +126,45 @@ def bloomery_step(
     micro_batch: int = 0,
     document_tokens: int = 0,
 ) -> Step:
-    """A rank's step, of its share of the batch; the loss it returns is the whole batch's. Collective.
+    """A rank's step, of its share of one batch; the loss it returns is the whole batch's. Collective.
+
+    See `bloomery_training` and `micro_batches`.
+    """
+    own = bloomery_training(
+        shape,
+        compiled=compiled,
+        parallel=parallel,
+        section=section,
+        computes_in=computes_in,
+        recompute=recompute,
+        micro_batch=micro_batch,
+    )
+    batches = micro_batches(
+        shape, *random_batch(shape), mesh=own.mesh, micro_batch=micro_batch, document_tokens=document_tokens
+    )
+    return lambda: own.step(batches)
+
+
+def bloomery_training(
+    shape: Shape,
+    *,
+    compiled: bool,
+    parallel: ParallelSection,
+    section: ModelSection | None = None,
+    computes_in: str = "",
+    recompute: str = "none",
+    micro_batch: int = 0,
+    seed: int = 0,
+    fills_quickly: bool = False,
+    learning_rate: Callable[[], float] = lambda: LEARNING_RATE,
+    **settings: str,
+) -> OwnTraining:
+    """Our model on this rank, its weights initialised, nothing compiled yet. Collective.
 
     section: another model than the shape's, of its sizes. computes_in: a precision; '' for the comparison's.
-    micro_batch: samples at a time; 0 for the rank's whole share. document_tokens: the length of the documents
-    within which tokens attend; 0 for no documents.
+    micro_batch: samples at a time; 0 for the rank's whole share. seed: of the initial values.
+    fills_quickly: whether the device draws initial values of the same distributions, in one pass.
+    settings: further ones of `build_training_model`.
     """
     optim = OptimSection(learning_rate=LEARNING_RATE)
     computes_in = computes_in or precision()
@@ -132,40 +180,78 @@ def bloomery_step(
         seed=0,
         mesh=mesh,
         compiled=compiled,
+        **settings,  # type: ignore[arg-type]  — a job names what it measures by text
     )
-    model.initialise(seed=0, bigrams=lambda: torch.empty(0))  # unused: weights begin random
+    if fills_quickly:
+        _fill_on_device(model, seed=seed)
+    else:
+        model.initialise(seed=seed, bigrams=lambda: torch.empty(0))  # unused: weights begin random
     model.set_phase(precision=computes_in, recompute=recompute)
-    tokens, targets = _batch(shape)
-    mine = slice(mesh.data.index, None, mesh.data.degree)
-    samples = torch.arange(shape.samples)[mine]
-    documents = None
-    if document_tokens:
-        numbers = torch.arange(shape.sequence_length, device=tokens.device, dtype=torch.int32)
-        documents = (numbers // document_tokens).expand(len(samples), -1).contiguous()
-    micro_batch = micro_batch or len(samples)
-    batches = [
-        MicroBatch(
-            tokens=tokens[mine][at : at + micro_batch],
-            targets=targets[mine][at : at + micro_batch],
-            documents=None if documents is None else documents[at : at + micro_batch],
-            samples=samples[at : at + micro_batch],
-        )
-        for at in range(0, len(samples), micro_batch)
-    ]
     parts = StepParts(
         phase=Phase(
-            global_batch=shape.samples, micro_batch=micro_batch, precision=computes_in, recompute=recompute
+            global_batch=shape.samples,
+            micro_batch=micro_batch or shape.samples // mesh.data.degree,
+            precision=computes_in,
+            recompute=recompute,
         ),
         model=model,
         optimizers=Optimizers(model.weights, optim),
         loss_scale=None,
         clip=lambda state: optim.clip,
         sequence_length=shape.sequence_length,
-        learning_rate=lambda _state: LEARNING_RATE,
+        learning_rate=lambda _state: learning_rate(),
         wait_staged=lambda: None,
     )
     state = TrainState(goal=Goal(steps=1))
-    return lambda: mesh.all_reduce(train_step(parts, batches, state).cross_entropy) / shape.tokens
+    return OwnTraining(
+        model=model,
+        mesh=mesh,
+        step=lambda batches: mesh.all_reduce(train_step(parts, batches, state).cross_entropy) / shape.tokens,
+    )
+
+
+@torch.no_grad()
+def _fill_on_device(model: TrainingModel, *, seed: int) -> None:
+    generator = torch.Generator(model.decoder.device).manual_seed(seed)
+    for entry in model.weights.state_entries():
+        rule = initial_rule(entry.name.removeprefix("model."), model.decoder.model)
+        if rule.kind == "constant":
+            entry.tensor.fill_(rule.scale)
+        else:
+            entry.tensor.normal_(std=rule.scale, generator=generator)
+    model.weights.copy_masters_to_working()
+
+
+def micro_batches(
+    shape: Shape,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    mesh: Mesh,
+    micro_batch: int = 0,
+    document_tokens: int = 0,
+) -> list[MicroBatch]:
+    """A rank's share of a batch, `micro_batch` samples at a time; 0 for all at once.
+
+    tokens, targets: [samples, sequence], of all ranks. document_tokens: the length of the documents within
+    which tokens attend; 0 for no documents.
+    """
+    mine = slice(mesh.data.index, None, mesh.data.degree)
+    samples = torch.arange(shape.samples)[mine]
+    documents = None
+    if document_tokens:
+        numbers = torch.arange(shape.sequence_length, device=tokens.device, dtype=torch.int32)
+        documents = (numbers // document_tokens).expand(len(samples), -1).contiguous()
+    at_once = micro_batch or len(samples)
+    return [
+        MicroBatch(
+            tokens=tokens[mine][at : at + at_once],
+            targets=targets[mine][at : at + at_once],
+            documents=None if documents is None else documents[at : at + at_once],
+            samples=samples[at : at + at_once],
+        )
+        for at in range(0, len(samples), at_once)
+    ]
 
 
 def _minimal(shape: Shape, *, compiled: bool) -> Step:
@@ -174,7 +260,7 @@ def _minimal(shape: Shape, *, compiled: bool) -> Step:
     sizes = asdict(shape)
     del sizes["samples"], sizes["ffn"]
     module = MinimalGPT(**sizes)
-    tokens, targets = _batch(shape)
+    tokens, targets = random_batch(shape)
     return _plain(module, lambda model: model(tokens, targets), compiled=compiled)
 
 
@@ -194,7 +280,7 @@ def _transformers(shape: Shape, *, compiled: bool) -> Step:
             attn_implementation="sdpa",
         )
     )
-    tokens, _ = _batch(shape)  # it shifts the labels itself
+    tokens, _ = random_batch(shape)  # it shifts the labels itself
     return _plain(module, lambda model: model(input_ids=tokens, labels=tokens).loss, compiled=compiled)
 
 
@@ -222,7 +308,7 @@ def _litgpt(shape: Shape, *, compiled: bool) -> Step:
     for weight in module.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=0.02)
-    tokens, targets = _batch(shape)
+    tokens, targets = random_batch(shape)
     return _plain(module, lambda model: chunked_cross_entropy(model(tokens), targets), compiled=compiled)
 
 
@@ -249,7 +335,7 @@ def section_of(shape: Shape) -> ModelSection:
     return ModelSection(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, ffn=shape.ffn)
 
 
-def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
+def random_batch(shape: Shape) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     size = (shape.samples, shape.sequence_length + 1)
     window = torch.randint(shape.vocabulary, size, generator=generator).to(device())

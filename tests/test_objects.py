@@ -81,6 +81,19 @@ def test_what_is_written_to_a_disk_is_synced_and_so_are_the_names_that_lead_to_i
     assert calls.names == [("sync", "step-1")]
 
 
+def test_a_directory_that_is_gone_is_not_made_anew_by_what_is_written(tmp_path: Path) -> None:
+    store = Objects(f"file://{tmp_path}/disk/run")
+    store.put("first", CONTENT)
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    for write in (store.put, store.create):
+        with pytest.raises(StorageError, match="does not exist") as told:
+            write("second", CONTENT)
+        assert "mounted" in told.value.remedy
+    assert not (tmp_path / "disk").exists()
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    assert store.create("second", CONTENT)
+
+
 def test_what_killed_uploads_left_on_a_disk_is_removed_and_what_is_being_sent_stays(tmp_path: Path) -> None:
     store = Objects(f"file://{tmp_path}/disk")
     for name in ("step-1/data", "step-1/data#1", "step-1/more#12", "step-1/no#1.txt", "else/x#1"):

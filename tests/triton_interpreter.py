@@ -26,10 +26,10 @@ def interpreted(module: str, *arguments: str) -> Any:
 
 def compiled(module: str, *arguments: str) -> Any:
     """Run a module of the tests in which kernels can be compiled, and return the JSON that it prints."""
-    return _run(module, *arguments, environment={})
+    return _run(module, *arguments, environment={}, limit_s=3600)
 
 
-def _run(module: str, *arguments: str, environment: dict[str, str]) -> Any:
+def _run(module: str, *arguments: str, environment: dict[str, str], limit_s: int = 250) -> Any:
     if not (_TRITON / "triton").is_dir():
         if os.environ.get("BLOOMERY_SKIP_NOTHING"):
             pytest.fail(f"Triton is missing in {_TRITON}: make {_TRITON}/.installed")
@@ -40,7 +40,7 @@ def _run(module: str, *arguments: str, environment: dict[str, str]) -> Any:
         env=os.environ | environment | {"PYTHONPATH": str(_TRITON), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

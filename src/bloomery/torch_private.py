@@ -101,9 +101,11 @@ def scaled_matmul(
     *,
     is_fast: bool,
 ) -> Tensor:
-    """Return (left × its scale) @ (right × its scale), computed by units for 8 bits.
+    """Return (left × its scales) @ (right × its scales), computed by units for 8 bits.
 
     left: float8 [m, k], by rows. right: float8 [k, n], by columns. k and n: multiples of 16.
+    scales: fp32, one number each; [m, 1] and [1, n]; [m, k/128] by columns with [k/128, n] by rows or
+        [k/128, n/128] by columns; or E8M0 codes of 32 elements each, flat, in the order of cuBLAS.
     is_fast: whether Hopper's units add up in their own registers, with about 14 bits, instead of in fp32.
     """
     return torch._scaled_mm(

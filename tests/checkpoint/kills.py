@@ -16,7 +16,8 @@ from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.incarnation import Base
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 SIZE = 1 << 18
 DEADLINE_S = 120.0

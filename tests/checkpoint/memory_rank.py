@@ -16,7 +16,8 @@ from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import mesh_of
 from bloomery.plan.ranks import Degrees
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 WORLD = 4
 ROWS, WIDTH = 64, 96

@@ -11,7 +11,8 @@ import torch
 from bloomery.checkpoint.format.state import Box, StateEntry, whole
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 
 class Weights:

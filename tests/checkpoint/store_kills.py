@@ -23,7 +23,8 @@ from bloomery.checkpoint.remote.remote_run import remote_checkpoints
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 NAME, KEPT = "mine", 3
 _WITHIN_A_SAVE_S = 0.3

@@ -27,7 +27,8 @@ from bloomery.checkpoint.writer import shared_buffer as arena_module
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 BACKGROUND = CheckpointSection(keep_last=1000, background="on")
 DEADLINE_S = 120.0

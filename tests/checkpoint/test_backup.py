@@ -28,8 +28,9 @@ from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import begin, read_incarnations
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
 from bloomery.train.loop import train
+from bloomery.train.saved_state import RunStateToSave
 from bloomery.train.settings import StartOptions
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)

@@ -18,7 +18,8 @@ from bloomery.cli import main
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 DEADLINE_S = 60.0

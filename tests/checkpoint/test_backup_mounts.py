@@ -17,7 +17,8 @@ from bloomery.cli import main
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 
 @pytest.fixture

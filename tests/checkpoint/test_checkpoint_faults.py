@@ -24,7 +24,8 @@ from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 KEEP_TWO = CheckpointSection(keep_last=2, keep_tenths=False)
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")

@@ -11,7 +11,8 @@ from tests.checkpoint.small_run import Run
 from bloomery.checkpoint.format.catalogue import checkpoints, verify
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 
 def test_kills_at_random_moments_lose_nothing_that_was_committed(tmp_path: Path):

@@ -37,7 +37,8 @@ from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.incarnation import begin, identity
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import Restored, RunStateToSave
 
 DEADLINE_S = 240.0
 

@@ -15,7 +15,8 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 
 def test_the_states_of_two_rounds_at_one_step_are_two_copies(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects, storage_failure, without_secrets
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 

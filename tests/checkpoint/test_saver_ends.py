@@ -32,7 +32,8 @@ from bloomery.checkpoint.writer.shared_buffer import mapped_bytes
 from bloomery.errors import StorageError
 from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 
 def open_files() -> int:

@@ -25,7 +25,8 @@ from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageErro
 from bloomery.events.incarnation import read_incarnations
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 NAME = "mine"
 
@@ -300,3 +301,22 @@ def test_a_start_learns_of_incarnations_that_others_began(tmp_path: Path, sectio
 def test_kills_at_random_moments_lose_nothing_that_was_sent_and_committed(tmp_path: Path) -> None:
     soak = store_kills.kill_again_and_again(tmp_path, f"file://{tmp_path}/store", kills=3, seed=3)
     assert soak.kills == 3
+
+
+@pytest.mark.parametrize("background", ["off", "on"])
+def test_a_directory_whose_disk_goes_away_is_not_made_anew_by_the_next_save(
+    tmp_path: Path, background: str
+) -> None:
+    section = CheckpointSection(url=f"file://{tmp_path}/store", background=background)
+
+    def act(store: Store, run: Run) -> None:
+        store.save(RunStateToSave(run.fill(1).parts, step=1))
+        (tmp_path / "store").rename(tmp_path / "unmounted")
+        with pytest.raises(StorageError, match="does not exist"):
+            store.save(RunStateToSave(run.fill(2).parts, step=2))
+        assert not (tmp_path / "store").exists()
+        (tmp_path / "unmounted").rename(tmp_path / "store")
+        store.save(RunStateToSave(run.fill(3).parts, step=3))
+
+    assert on_nodes(tmp_path, section, act, nodes="a") == [None]
+    assert restored(tmp_path, section, "b") == 3

@@ -39,7 +39,8 @@ from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, Storag
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 WORLD = 2
 ON, AUTO = CheckpointSection(background="on"), CheckpointSection(background="auto")

@@ -32,7 +32,8 @@ from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 FILES, WORLD = 8, 4
 

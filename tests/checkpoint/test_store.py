@@ -16,7 +16,8 @@ from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import read_incarnations
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train import checkpoint_store as store_module
-from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import Restored, RunStateToSave
 
 KEEP_ALL = CheckpointSection(keep_last=1000)
 

@@ -74,7 +74,7 @@ class TestWriters:
         (tmp_path / "store").write_text("where the mount was")
         failure = self.give(0)["failure"]
         assert isinstance(failure, dict) and failure["kind"] == "storage"
-        assert "cannot be used: Not a directory" in failure["message"]
+        assert "does not exist" in failure["message"]
 
     def test_a_rank_of_which_nothing_is_heard_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store_place, "_FIRST_POLL_S", 0.0)

@@ -11,7 +11,8 @@ from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.records import counting
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.slim import slim_checkpoint
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 
 
 class Told:

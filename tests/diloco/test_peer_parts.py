@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.parallel.test_host_copies import Cuda
 
+from bloomery.diloco import peer_vector
 from bloomery.diloco.peer_vector import PeerVector, _own_part
 from bloomery.optim.groups import GroupLayout, LogicalPlacement, Share
+from bloomery.parallel.host_copies import CopiesOnStreams
 
 
 def group(name: str, numel: int, *, share: Share = "whole", held: range | None = None) -> GroupLayout:
@@ -23,7 +27,7 @@ def group(name: str, numel: int, *, share: Share = "whole", held: range | None =
 
 def mesh(*, index: int = 0, degree: int = 1, is_first: bool = True) -> Any:
     replica, tensor = SimpleNamespace(index=index, degree=degree), SimpleNamespace(is_first=is_first)
-    return SimpleNamespace(replica=replica, tensor=tensor, world=1)
+    return SimpleNamespace(replica=replica, tensor=tensor, world=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,20 @@ def vector_of(*, index: int) -> tuple[PeerVector, Weights]:
     """That of one of two replicas: the first half of each group, or the second."""
     weights = Weights()
     return PeerVector(weights, mesh(index=index, degree=2)), weights  # type: ignore[arg-type]
+
+
+def test_what_a_gpu_reads_and_writes_is_pinned_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(peer_vector, "link_to", lambda device: CopiesOnStreams(device, cuda=cuda))
+    vector, _ = vector_of(index=0)
+    base, block = vector.pinned_zeros(), vector.block(3)
+    assert cuda.registered == {base.data_ptr(): 4 * vector.numel, block.data_ptr(): 4 * 3}
+    assert vector.block(2).data_ptr() == block.data_ptr() and len(vector.block(2)) == 2
+    vector.read_masters(base)
+    assert base.tolist() == [0.0, 1, 2, 10, 11]
+    del vector
+    gc.collect()
+    assert cuda.registered == {}
 
 
 @pytest.mark.parametrize(("index", "part"), [(0, [0.0, 1, 2, 10, 11]), (1, [3.0, 4, 5, 12, 13])])

@@ -28,6 +28,13 @@ class OneTensor:
     def zeros(self) -> Tensor:
         return torch.zeros(self.numel)
 
+    def pinned_zeros(self) -> Tensor:
+        return self.zeros()
+
+    def block(self, numel: int) -> Tensor:
+        self.shared = getattr(self, "shared", torch.empty(self.numel))
+        return self.shared[:numel]
+
     def read_masters(self, into: Tensor, start: int = 0) -> None:
         into.copy_(self.weights[start : start + into.numel()])
 

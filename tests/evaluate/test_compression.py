@@ -13,7 +13,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data_loader.batches import held_out_batches
 from bloomery.evaluate.scoring import compress, xz_bits_per_byte
 from bloomery.model.decoder import build
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 
 EOD, LENGTH = 0, 8
 

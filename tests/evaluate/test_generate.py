@@ -13,7 +13,7 @@ from bloomery.evaluate import generate as generate_module
 from bloomery.evaluate.generate import Sampling, _default, _draw, _text, generate, generate_together
 from bloomery.evaluate.open_checkpoint import must_load_by_block
 from bloomery.model.decoder import Decoder, build
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.model.shape import resolve
 
 EOD = 0

@@ -23,8 +23,9 @@ from bloomery.errors import CheckpointError, ConfigError, DataError
 from bloomery.evaluate.open_checkpoint import blocks_from_file, open_saved
 from bloomery.interchange import huggingface
 from bloomery.interchange.weight_files import CHECKSUMS
-from bloomery.model.decoder import build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.decoder import build
+from bloomery.model.initial_filling import initialise
+from bloomery.model.logical_parameters import logical_parameters
 
 EOD = "<|endoftext|>"
 

@@ -29,7 +29,7 @@ from bloomery.evaluate.scoring import (
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.model.decoder import Decoder, build
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.model.loss import IGNORED
 
 END = 29

@@ -28,7 +28,8 @@ from bloomery.interchange.generation_files import (
 )
 from bloomery.interchange.huggingface import Exported, export, fill
 from bloomery.interchange.logits_check import LogitsCheck
-from bloomery.model.decoder import build, logical_parameters
+from bloomery.model.decoder import build
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import resolve
 
 SECTION = ModelSection(

@@ -19,8 +19,9 @@ from bloomery.errors import CheckpointError
 from bloomery.interchange.foreign_files import load_plain, read_dcp, read_megatron
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.interchange.tensor_matching import read_foreign
-from bloomery.model.decoder import build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.decoder import build
+from bloomery.model.initial_filling import initialise
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import logical_shapes, resolve
 
 VOCABULARY, LENGTH = 96, 24

@@ -22,8 +22,9 @@ from bloomery.interchange.families import family_of, hf_config, hf_tensors
 from bloomery.interchange.huggingface import export, fill, import_
 from bloomery.interchange.logits_check import CompareMethod, check_logits, load_with_transformers
 from bloomery.interchange.tensor_matching import join_parts
-from bloomery.model.decoder import Decoder, build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.decoder import Decoder, build
+from bloomery.model.initial_filling import initialise
+from bloomery.model.logical_parameters import logical_parameters
 
 VOCABULARY, LENGTH = 96, 24
 

@@ -17,7 +17,8 @@ from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.errors import CheckpointError
 from bloomery.interchange.huggingface import export, fill, import_
 from bloomery.interchange.tensor_matching import refuse_non_finite
-from bloomery.model.decoder import build, logical_parameters
+from bloomery.model.decoder import build
+from bloomery.model.logical_parameters import logical_parameters
 
 VOCABULARY, LENGTH = 96, 24
 EMBEDDINGS = {

@@ -20,8 +20,9 @@ from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.interchange import huggingface
 from bloomery.interchange.logits_check import load_with_transformers
 from bloomery.interchange.weight_files import CHECKSUMS, INDEX, SINGLE, open_weights, write_checksums
-from bloomery.model.decoder import Decoder, build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.decoder import Decoder, build
+from bloomery.model.initial_filling import initialise
+from bloomery.model.logical_parameters import logical_parameters
 
 EOD = "<|endoftext|>"
 FIRST_SHARD = "model-00001-of-00002.safetensors"

@@ -14,7 +14,13 @@ import torch
 from bloomery import kernels
 from bloomery.kernels.rules import Rules, tiles_for
 
-NAMES = ("triton_tiles", "triton_attention", "triton_attention_backward", "triton_loss")
+NAMES = (
+    "triton_tiles",
+    "triton_attention",
+    "triton_attention_backward",
+    "triton_loss",
+    "triton_accumulate",
+)
 NO_RULES = Rules(starts=None, ends=None, slopes=None, row_keys=None, column_keys=None, rate=0.0)
 BATCH, LENGTH, HEADS, KV_HEADS, WIDTH = 2_200, 300, 64, 32, 64
 
@@ -74,3 +80,21 @@ def test_the_loss_is_computed_by_a_program_a_token(grids: dict[str, tuple[int, .
         logits, targets, terms = torch.empty(100_000, 50), torch.empty(100_000).long(), torch.empty(100_000)
     write(logits, targets, 0.0, terms, terms)
     assert grids == {"_write_slopes": (100_000,)}
+
+
+def test_the_loss_of_split_logits_is_computed_by_a_program_a_token(grids: dict[str, tuple[int, ...]]) -> None:
+    loss = importlib.import_module("bloomery.kernels.triton_loss")
+    with torch.device("meta"):
+        logits, targets = torch.empty(100_000, 24), torch.empty(100_000).long()
+        own, told = torch.empty(2, 100_000), torch.empty(4, 2, 100_000)
+    loss.measure_logits(logits, targets, range(20, 40), own)
+    loss.write_split_gradient(logits, targets, range(20, 40), told, 0.0, own)
+    assert grids == {"_measure_rows": (100_000,), "_write_split_slopes": (100_000,)}
+
+
+def test_a_sum_of_more_elements_than_2_to_the_31_is_one_launch(grids: dict[str, tuple[int, ...]]) -> None:
+    add = importlib.import_module("bloomery.kernels.triton_accumulate").add_widened
+    with torch.device("meta"):
+        total, values = torch.empty(2**32 + 1), torch.empty(2**32 + 1, dtype=torch.bfloat16)
+    add(total, values, is_first=False)
+    assert grids == {"_add_widened": (2**20 + 1,)}

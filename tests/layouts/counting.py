@@ -1,4 +1,4 @@
-"""What one rank exchanges in a step, and what the plan says of it: run on ranks by test_exchanges.py."""
+"""What one rank exchanges in a step, and what the plan says of it; test_exchanges.py and the soak compare."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.layouts.comparison import Matrix
+from tests.layouts.exchange_rows import Row
 from tests.layouts.faults import branches_of_nccl
 from tests.layouts.styles import recipe_of
 from tests.layouts.training import batches, build, step_parts
@@ -15,9 +17,9 @@ from tests.parallel.counted_exchanges import CountedExchanges, Exchanges, differ
 
 from bloomery.config.recipe import Recipe
 from bloomery.data.position import EVERYTHING
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, mesh_of
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.collectives import step_shape
 from bloomery.plan.parameters import TokenCost
 from bloomery.plan.ranks import degrees_of
@@ -36,6 +38,15 @@ NOTHING = LocalFacts(
     minutes=0.0,
     minutes_since_save=0.0,
 )
+
+
+def assert_exchanges_are_planned(matrix: Matrix, row: Row) -> None:
+    """Count a step of a layout on all its ranks."""
+    style, ranks, layout, settings = row
+    degrees = tuple(f"parallel.{one}" for one in layout.split())
+    counted = matrix.ranks.run(exchanged, style, (*settings, *degrees), ranks, ranks=ranks)
+    assert all(total > 0 for totals, _ in counted for total in totals)
+    assert [wrong for _, wrong in counted] == [[{}, {}]] * ranks
 
 
 def exchanged(

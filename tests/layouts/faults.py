@@ -14,12 +14,14 @@ from unittest.mock import PropertyMock, patch
 import torch
 
 from bloomery.data_loader.batches import Batches, MicroBatch
+from bloomery.model import fp8, fp8_scaling
 from bloomery.model.decoder import Decoder
 from bloomery.optim import clip
 from bloomery.optim.clip import CountedGradient
 from bloomery.parallel import build, precision
 from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup
+from bloomery.parallel.fp8_weights import Fp8Weights
 
 
 @contextmanager
@@ -105,6 +107,13 @@ def branches_of_nccl() -> Iterator[None]:
 
 
 @contextmanager
+def weights_scaled_in_each_product() -> Iterator[None]:
+    """No mistake: each product of 8 bits finds the scale of its weight, and rounds it, as if no step knew."""
+    with patch.object(Fp8Weights, "use", lambda _weights, *, wanted: None):
+        yield
+
+
+@contextmanager
 def reduction_in_bf16() -> Iterator[None]:
     """Gradients are rounded to bf16 before they are summed over the data axis."""
     begin = FlatGroup.begin_reduction
@@ -118,6 +127,24 @@ def reduction_in_bf16() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fp32_around_8_bits() -> Iterator[None]:
+    """No mistake: between products of 8 bits values stay fp32, and scales are powers of two.
+
+    In bf16, or where the last bit of a scale follows the order of a sum, so many codes differ between layouts
+    that they hide a mistake.
+    """
+
+    def power_of_two(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return fp8_scaling.power_of_two_from(fp8.fp8_scale(largest, dtype))
+
+    with (
+        patch.dict(precision.DTYPES, {"fp8": torch.float32}),
+        patch.object(fp8_scaling, "fp8_scale", power_of_two),
+    ):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
     "untied embedding": untied_embedding,
@@ -127,5 +154,7 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "wrong dropout address of a shard": wrong_dropout_address_of_a_shard,
     "short warm-up of limits": short_warm_up,
     "branches of NCCL": branches_of_nccl,
+    "weights scaled in each product": weights_scaled_in_each_product,
     "reduction in bf16": reduction_in_bf16,
+    "fp32 around 8 bits": fp32_around_8_bits,
 }

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
+from tests.layouts.counted_memory import counted_memory
 from tests.layouts.layouts import LLAMA
 from tests.layouts.styles import recipe_of
-from tests.layouts.training import batches, build
+from tests.layouts.training import batches, build, step_parts
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import EVERYTHING
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.parallel.flat import FlatGroup
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import mesh_of
+from bloomery.parallel.optimizers import Optimizers
+from bloomery.plan.hardware import Accelerator, Hardware, Node
+from bloomery.plan.layout import layout_of
+from bloomery.plan.overview import base_workload
 from bloomery.plan.ranks import degrees_of
+from bloomery.plan.recomputation import memory_of
+from bloomery.plan.request import Request
 from bloomery.plan.schedule import phase_at
 from bloomery.train.state import Goal, TrainState
+from bloomery.train.step import train_step
 
 
 def held(settings: tuple[str, ...], rank: int) -> tuple[int, int, int, int]:
@@ -90,6 +101,97 @@ def started(zero: int, rank: int) -> Start:
         tokens=entropy.tokens,
         most_blocks=max(gathered, default=0) / block,
     )
+
+
+SIZES = (
+    "model.hidden=256", "model.heads=4", "model.vocabulary=1024", "data.sequence_length=256",
+    "train.loss_chunk=256",
+)  # fmt: skip
+"""Of a model whose activations, logits and state are each a good part of the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Bytes of one rank. counted: alive at once in two steps; held: after them; planned: by the planner."""
+
+    counted: int
+    held: int
+    planned: int
+    parameters: int
+
+
+def peak(style: str, settings: tuple[str, ...], rank: int) -> Peak:
+    """Train two steps."""
+    recipe = recipe_of(style, (*SIZES, *settings))
+    degrees = degrees_of(recipe.parallel, world=recipe.parallel.data if recipe.parallel.data != "auto" else 1)
+    assert degrees is not None
+    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"))
+    with counted_memory() as counted:
+        model = build(recipe, mesh)
+        model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+        optimizers = Optimizers(model.weights, recipe.optim, precision=recipe.train.precision)
+        order, data = batches(recipe, mesh)
+        state = TrainState(goal=Goal(steps=2))
+        for _ in range(2):
+            phase = phase_at(recipe.train, state.position.consumed)
+            step = step_parts(recipe, phase, model, optimizers, LossScale(mesh.device))
+            span = order.next_span(state.position, phase.global_batch, EVERYTHING)
+            train_step(step, data.batch(span, phase.micro_batch), state)
+            state = state.after(span)
+    layout = layout_of(recipe, accelerators=mesh.world, per_node=8, vocabulary=1024)
+    machine = Hardware(
+        name="a machine",
+        accelerator=Accelerator(kind="cpu", memory_gib=1.0, memory_gb_per_s=1.0, fp32_teraflops=1.0),
+        node=Node(accelerators=8),
+    )
+    request = Request(loaded=LoadedRecipe(recipe=recipe, sources={}), hardware=machine)
+    planned = memory_of(recipe, base_workload(request, layout))[0]
+    return Peak(
+        counted=counted.most,
+        held=counted.held,
+        planned=planned.total,
+        parameters=sum(parameter.numel() for parameter in model.decoder.parameters()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredBlocks:
+    """order: the blocks in the order in which their gathers began. most_blocks: that had weights at once."""
+
+    order: list[str]
+    most_blocks: int
+
+
+def gathered_blocks(settings: tuple[str, ...], rank: int) -> GatheredBlocks:
+    """Train on two micro-batches and evaluate one, with six blocks in two shards; note each gather."""
+    recipe = recipe_of(LLAMA, ("parallel.data=2", "parallel.zero=3", "model.layers=6", *settings))
+    degrees = degrees_of(recipe.parallel, world=2)
+    assert degrees is not None
+    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"))
+    model = build(recipe, mesh)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="fp32", recompute=recipe.train.recompute)
+    groups = [group for group in model.weights._groups if group.layout.bucket]
+    firsts = {group.layout.bucket: group for group in reversed(groups)}
+    begin, order, most = FlatGroup.begin_gathering, list[str](), 0
+
+    def noted(group: FlatGroup) -> None:
+        nonlocal most
+        was_freed = group.working.untyped_storage().size() == 0
+        begin(group)
+        if was_freed and firsts.get(group.layout.bucket) is group:
+            order.append(group.layout.bucket)
+        most = max(
+            most, len({each.layout.bucket for each in groups if each.working.untyped_storage().size()})
+        )
+
+    tokens = torch.arange(64).reshape(2, 32) % 90
+    batch = MicroBatch(tokens=tokens, targets=tokens, documents=None, samples=torch.arange(2))
+    with patch.object(FlatGroup, "begin_gathering", noted):
+        model.accumulate([batch, batch], 0, weight=1.0)
+        model.weights.reduce()
+        model.entropy([batch])
+    return GatheredBlocks(order=order, most_blocks=most)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.layouts.comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Matrix
 from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA, STYLES, Layout
+from tests.layouts.training import Job
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)
@@ -49,6 +51,32 @@ def test_fp8_rounds_alike_on_tensor_parallel_ranks_and_in_one_process(matrix: Ma
     """What is left comes from partial sums in bf16; with a maximum of each rank's own it is twice as much."""
     layout = next(layout for layout in LAYOUTS if layout.name == "TP 2")
     assert matrix.difference(layout, LLAMA, settings=("train.precision=fp8",)).gradient < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [("TP 2", BLOOM), ("TP 2 + SP", LLAMA), ("DP 2, ZeRO 3, recompute full", LLAMA), ("PP 2, ZBV", BLOOM)],
+)
+def test_weights_that_are_rounded_once_a_step_give_the_bits_of_those_rounded_in_each_product(
+    matrix: Matrix, name: str, style: str
+) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    once, each = (
+        matrix.results(
+            Job(
+                style=style,
+                settings=("train.precision=fp8", *layout.settings),
+                ranks=layout.ranks,
+                steps=3,
+                fault=fault,
+            )
+        )
+        for fault in (None, "weights scaled in each product")
+    )
+    for own, other in zip(once, each, strict=True):
+        assert own.losses == other.losses and own.norms == other.norms
+        pairs = zip(own.gradients, other.gradients, strict=True)
+        assert all(np.array_equal(box.values, same.values) for box, same in pairs)
 
 
 # Switches against loss spikes, in the layouts whose ranks must agree on what each of them measures. Clipping

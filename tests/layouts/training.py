@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.order import Order
 from bloomery.data.position import EVERYTHING
 from bloomery.data_loader.batches import Batches
+from bloomery.model.fp8_scaling import Scaling
 from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, mesh_of
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.ranks import degrees_of
 from bloomery.plan.schedule import Phase, learning_rate, phase_at
 from bloomery.train.state import Goal, TrainState
@@ -150,6 +152,7 @@ def build(recipe: Recipe, mesh: Mesh) -> TrainingModel:
         mesh=mesh,
         parallel=recipe.parallel,
         compiled=recipe.train.compile == "on",
+        fp8_scaling=cast(Scaling, recipe.train.fp8_scaling),
     )
 
 

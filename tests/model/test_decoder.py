@@ -14,9 +14,10 @@ from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, ConfigError, Mistake
 from bloomery.model import decoder as decoder_module
 from bloomery.model.attention import AttentionContext, alibi_slopes, rotary_table
-from bloomery.model.decoder import Decoder, build, logical_parameters
-from bloomery.model.initial_values import initialise
+from bloomery.model.decoder import Decoder, build
+from bloomery.model.initial_filling import initialise
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import logical_shapes
 
 VOCABULARY, LENGTH = 64, 16

@@ -13,7 +13,7 @@ from bloomery.model import attention, dropout
 from bloomery.model import decoder as decoder_module
 from bloomery.model.decoder import build
 from bloomery.model.dropout import ElementKeys, drop, dropout_address, hidden_keys, keeps, weight_keys
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 
 SECTION = ModelSection(
     layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, hidden_dropout=0.2, attention_dropout=0.2, init_std=0.2

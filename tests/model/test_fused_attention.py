@@ -13,9 +13,10 @@ from tests.kernels.attention_cases import written_out
 from bloomery.config.model import ModelSection
 from bloomery.kernels.rules import Rules
 from bloomery.model import attention, decoder
+from bloomery.model.attention_choice import use_attention
 from bloomery.model.dropout import ElementKeys, dropout_address
 from bloomery.model.fused_attention import MOST_WIDTH, Visibility, document_ranges, supports_tiled_attention
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.plan.block_cost import WIDEST_TILED_HEAD
 
 SECTION = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, init_std=0.2)
@@ -87,6 +88,21 @@ def test_a_decoder_with_kernels_is_the_one_without(
     )
     is_plain = position == "rotary" and documents is None and not drops
     assert len(tiles) == (0 if is_plain else 2)
+
+
+def test_plain_attention_is_computed_by_tiles_where_that_was_chosen_and_can_be(
+    tiles: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder.build(SECTION, vocabulary=50, sequence_length=12)
+    initialise(model, seed=1)
+    expected = model(TOKENS)
+    use_attention(model, "triton")
+    assert torch.equal(model(TOKENS), expected) and not tiles, "of fp32 there are no tiles"
+    monkeypatch.setattr(decoder, "supports_tiled_attention", lambda *_: True)
+    torch.testing.assert_close(model(TOKENS), expected, rtol=0, atol=2e-5)
+    assert len(tiles) == 2
+    use_attention(model, "flash")
+    assert torch.equal(model(TOKENS), expected) and len(tiles) == 2
 
 
 def test_a_prompt_fills_the_cache_where_kernels_compute_it(

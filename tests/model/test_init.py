@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.model import ModelSection
-from bloomery.model.decoder import build, logical_parameters
-from bloomery.model.initial_values import InitialRule, fill_initial, initial_rows, initial_rule, initialise
+from bloomery.model.decoder import build
+from bloomery.model.initial_filling import initialise
+from bloomery.model.initial_values import InitialRule, initial_rows, initial_rule
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import ResolvedModel, resolve
 
 SECTION = ModelSection(layers=8, hidden=96, heads=4, norm="layernorm", bias=True)
@@ -30,20 +32,6 @@ def test_any_rows_equal_that_slice_of_the_whole(data: st.DataObject, kind: str) 
     whole = initial_rows("some.weight", (height, 5), rows=range(height), rule=rule, seed=7)
     part = initial_rows("some.weight", (height, 5), rows=range(start, stop), rule=rule, seed=7)
     assert np.array_equal(part, whole[start:stop])
-
-
-def test_a_box_of_a_tensor_has_the_values_of_its_place_in_the_whole() -> None:
-    model, shape = resolved(), (200, 96)
-
-    def filled(height: int, width: int, *offset: int) -> torch.Tensor:
-        box = torch.empty(height, width, dtype=torch.bfloat16)
-        name = "blocks.3.mlp.up.weight"
-        fill_initial(box, name, global_shape=shape, offset=offset, model=model, seed=7)
-        return box
-
-    whole = filled(*shape, 0, 0)
-    assert torch.equal(filled(130, 32, 50, 64), whole[50:180, 64:])
-    assert whole.unique().numel() > 1000
 
 
 def test_values_depend_on_seed_name_and_block() -> None:

@@ -25,7 +25,7 @@ from bloomery.model.attention import rotary_table, rotate
 from bloomery.model.decoder import build
 from bloomery.model.dropout import BlockDropout, ElementKeys
 from bloomery.model.fused_attention import Visibility, document_ranges, tiled_attention
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.model.loss import IGNORED
 from bloomery.model.native_kernels import causal_attention, entropy_gradient, supports_attention
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from bloomery.config.model import ModelSection
 from bloomery.model.attention import rotary_table, rotate
 from bloomery.model.decoder import build
-from bloomery.model.initial_values import initialise
+from bloomery.model.initial_filling import initialise
 from bloomery.model.loss import IGNORED, next_token_loss
 from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from bloomery.model.attention import Attention, AttentionContext, alibi_bias
 from bloomery.model.decoder import build
 from bloomery.model.dropout import BlockDropout
 from bloomery.model.fp8 import FP8_FORWARD, padded_to_tiles, to_fp8
-from bloomery.model.initial_values import InitialRule, initial_rule, initialise
+from bloomery.model.initial_filling import initialise
+from bloomery.model.initial_values import InitialRule, initial_rule
 from bloomery.model.layers import (
     LayerNorm,
     Linear,
@@ -118,10 +118,14 @@ def test_a_layer_multiplies_in_its_mode_and_adds_its_bias_where_that_is_wanted(
     bare = Linear(3, 2, bias=False, device=CPU, dtype=torch.float32)
     assert bare.bias is None and bare.add_bias(product) is product
     given: list[Any] = []
-    monkeypatch.setattr(layers, "fp8_linear", lambda *told: given.append(told[2]) or product)
+    monkeypatch.setattr(
+        layers, "fp8_linear", lambda *told, **named: given.append((*told[2:], named)) or product
+    )
     layer.matmul_mode, layer.maximum = "fp8", "maximum"  # type: ignore[assignment]
+    layer.splits_input, layer.fp8_weight = True, "codes"  # type: ignore[assignment]
     torch.testing.assert_close(layer(x), product + 2.0)
-    assert torch.equal(layer.matmul(x), product) and given == ["maximum"] * 2
+    assert torch.equal(layer.matmul(x), product)
+    assert given == [("maximum", {"splits_input": True, "fp8_weight": "codes"})] * 2
 
 
 def test_16_bits_are_widened_with_their_bias_and_rounded_once() -> None:
@@ -173,8 +177,7 @@ def test_units_for_8_bits_are_those_of_gpus_from_ada_on(
     device: str, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
-    x: Any = SimpleNamespace(device=torch.device(device))
-    assert fp8._has_fp8_units(x) is has
+    assert fp8.has_fp8_units(torch.device(device)) is has
 
 
 def test_norms_are_those_that_the_recipe_names_with_its_epsilon() -> None:

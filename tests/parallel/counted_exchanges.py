@@ -23,6 +23,7 @@ KINDS = {
     "c10d._allgather_base_": ("all_gather", 0, 2),
     "c10d._reduce_scatter_base_": ("reduce_scatter", 1, 2),
     "c10d.reduce_": ("reduce", 0, 1),
+    "c10d.broadcast_": ("broadcast", 0, 1),
     "c10d.send": ("send", 0, 1),
     "c10d.recv_": ("receive", 0, 1),
     "_c10d_functional.all_reduce": ("all_reduce", 0, 2),

@@ -6,10 +6,12 @@ by operators of the same shapes: attention scores, norms, and the hashes of drop
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -32,13 +34,15 @@ from bloomery.model import decoder
 from bloomery.model.attention import Attention, AttentionContext
 from bloomery.model.decoder import Decoder
 from bloomery.model.dropout import BlockDropout
+from bloomery.model.fp8_scaling import Scaling
 from bloomery.model.layers import LayerNorm, RMSNorm
 from bloomery.parallel.build import build_training_model
+from bloomery.parallel.fused_vocabulary_loss import begin_gather, compute_by_chunks
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.collectives import StepShape, step_shape
-from bloomery.plan.schedule import Phase, phases
+from bloomery.plan.schedule import Phase, phase_at, phases
 from bloomery.train.state import Goal, TrainState
 from bloomery.train.step import train_step
 
@@ -80,6 +84,7 @@ def exchanged(recipe: Recipe, mesh: Mesh, phase: Phase, shape: StepShape) -> Exc
         mesh=mesh,
         parallel=recipe.parallel,
         compiled=False,
+        fp8_scaling=cast(Scaling, shape.fp8_scaling),
     )
     optimizers = Optimizers(model.weights, recipe.optim)
     parts = step_parts(recipe, phase, model, optimizers, LossScale(mesh.device))
@@ -94,6 +99,41 @@ def exchanged(recipe: Recipe, mesh: Mesh, phase: Phase, shape: StepShape) -> Exc
     with CountedExchanges(mesh) as counted:
         reduce_report(mesh, train_step(parts, [micro_batch] * shape.micro_batches, state))
     return counted.exchanges
+
+
+def exchanged_by_fused_loss(name: str, *, world: int) -> tuple[Exchanges, Exchanges]:
+    """(what the loss of a GPU's kernels exchanges for one micro-batch, what the plan says of the loss)."""
+    recipe, degrees = load_recipe(name).recipe, degrees_at(name, world)
+    phase = phase_at(recipe.train, 0)
+    assert isinstance(recipe.model.vocabulary, int)
+    shape = step_shape(recipe, degrees, phase, vocabulary=recipe.model.vocabulary)
+    rank = degrees.rank_at(pipeline=degrees.pipeline - 1, data=0, tensor=0)
+    tokens, columns = phase.micro_batch * shape.sequence_length, shape.vocabulary // degrees.tensor
+    with fake_world(degrees, rank=rank, parallel=recipe.parallel) as mesh:
+        assert mesh.tensor.group is not None
+        hidden, weight = (
+            torch.empty(rows, shape.model.hidden, dtype=torch.bfloat16, device="meta")
+            for rows in (tokens, columns)
+        )
+        with CountedExchanges(mesh) as counted:
+            compute_by_chunks(
+                hidden,
+                weight,
+                torch.empty(tokens, dtype=torch.int64, device="meta"),
+                z_loss=0.0,
+                chunk=shape.loss_chunk,
+                rows=range(columns),
+                gather=partial(begin_gather, group=mesh.tensor.group.group_name, degree=degrees.tensor),
+            )
+        expected = planned(shape, mesh)
+    of_loss = Counter(
+        {
+            (kind, axis, size): times // shape.micro_batches
+            for (kind, axis, size), times in expected.items()
+            if (kind, axis) == ("all_gather", "tensor") and size != shape.activation_bytes
+        }
+    )
+    return counted.exchanges, of_loss
 
 
 @contextmanager

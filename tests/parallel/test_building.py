@@ -17,10 +17,12 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy
+from bloomery.model.initial_filling import InitialBox
 from bloomery.model.initial_values import bigram_factors
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.parallel import build as built
+from bloomery.parallel import local_loss
 from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
 from bloomery.parallel.build import SettingsInForce, TrainingModel, build_training_model
 from bloomery.parallel.flat import WeightStorage
@@ -63,11 +65,17 @@ def model_of(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "storage", "bucket_bytes", "overlaps"),
+    ("parallel", "storage", "bucket_bytes", "overlaps", "prefetch_blocks"),
     [
-        (ParallelSection(overlap=False, bucket_mb=2.5), WeightStorage(), 2_500_000, False),
-        (ParallelSection(offload="cpu", zero=1), WeightStorage(zero=1, offload=True), 25_000_000, True),
-        (ParallelSection(working="by-block"), WeightStorage(rounds_by_block=True), 25_000_000, True),
+        (ParallelSection(overlap=False, bucket_mb=2.5), WeightStorage(), 2_500_000, False, 2),
+        (ParallelSection(offload="cpu", zero=1), WeightStorage(zero=1, offload=True), 25_000_000, True, 2),
+        (
+            ParallelSection(working="by-block", prefetch_blocks=3),
+            WeightStorage(rounds_by_block=True),
+            25_000_000,
+            True,
+            3,
+        ),
     ],
 )
 def test_masters_are_stored_and_summed_as_the_recipe_says(
@@ -75,6 +83,7 @@ def test_masters_are_stored_and_summed_as_the_recipe_says(
     storage: WeightStorage,
     bucket_bytes: int,
     overlaps: bool,
+    prefetch_blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, Any] = {}
@@ -91,6 +100,7 @@ def test_masters_are_stored_and_summed_as_the_recipe_says(
         "names": tuple(logical_shapes(model.decoder.model)),
         "bucket_bytes": bucket_bytes,
         "overlaps": overlaps,
+        "prefetch_blocks": prefetch_blocks,
         "working": torch.float16,
     }
 
@@ -151,7 +161,9 @@ def test_forward_and_loss_are_compiled_together_or_the_loss_beside_blocks_or_blo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(built, "compiled_function", lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(
+        local_loss, "compiled_function", lambda function: compiled.append(function) or function
+    )
     monkeypatch.setattr("bloomery.parallel.recompute.compiled_function", lambda function: function)
     monkeypatch.setattr("bloomery.parallel.recompute.allow_compilations", lambda count: None)
     split: list[Any] = []
@@ -221,6 +233,7 @@ def parts_of(calls: Calls, **changed: Any) -> TrainingModel:
     given: dict[str, Any] = dict(
         decoder=decoder,
         weights=weights,
+        fp8_weights=SimpleNamespace(use=calls.of("8-bit weights")),
         loss=None,
         mesh=SimpleNamespace(all_gather_object=lambda own: [3, own]),
         recompute={1: "full"},
@@ -245,6 +258,7 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     assert calls.seen == [
         ("working dtype", torch.bfloat16),
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
+        ("8-bit weights", {"wanted": False}),
         ("set_recompute", model.decoder, modes, {"splits_backward": False, "compiles": True}),
     ]
     assert model.current == SettingsInForce(precision="bf16", recompute="selective")
@@ -255,7 +269,8 @@ def test_a_phase_changes_what_it_says_and_nothing_twice(monkeypatch: pytest.Monk
     model.set_phase(precision="fp8", recompute="selective")
     assert calls.seen == [
         ("set_matmul_mode", model.decoder, (CPU, torch.bfloat16)),
-        ("use_fp8_matmuls", "the blocks"),
+        ("use_fp8_matmuls", "the blocks", "tensor"),
+        ("8-bit weights", {"wanted": True}),
     ]
     assert model.current == SettingsInForce(precision="fp8", recompute="selective")
 
@@ -336,7 +351,7 @@ def test_dropout_is_addressed_by_step_sample_and_position_and_one_rank_reports_t
 ) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        built, "dropout_address", lambda **told: asked.append(told) or SimpleNamespace(rows="rows")
+        local_loss, "dropout_address", lambda **told: asked.append(told) or SimpleNamespace(rows="rows")
     )
     seen: list[Any] = []
 
@@ -346,7 +361,7 @@ def test_dropout_is_addressed_by_step_sample_and_position_and_one_rank_reports_t
 
     batch = batch_of(1, 2, 3)
     for seed, rows in ((11, "rows"), (None, None), (0, "rows")):
-        sums = built._micro_batch_loss(loss, dropout_seed=seed, reports=reports)(batch, 9)
+        sums = local_loss.micro_batch_loss(loss, dropout_seed=seed, reports=reports)(batch, 9)
         assert [float(each) for each in sums] == ([3.0, 2.0, 1.0] if reports else [3.0, 0.0, 0.0])
         assert seen.pop() == (batch.tokens, batch.targets, None, rows)
     usual = {"step": 9, "samples": batch.samples, "positions": range(3)}
@@ -366,19 +381,22 @@ def test_each_box_is_filled_by_its_logical_name_and_place_and_then_the_weights_a
     ]
     model.weights.state_entries = lambda: entries  # type: ignore[method-assign, assignment, return-value]
     model.weights.copy_masters_to_working = calls.of("rounded")  # type: ignore[method-assign]
-    monkeypatch.setattr(built, "fill_initial", calls.of("filled"))
+    monkeypatch.setattr(
+        built, "fill_initial", lambda boxes, **more: calls.seen.append(("filled", list(boxes), more))
+    )
+    monkeypatch.setattr(built, "processors_of_a_rank", lambda: 2.7)
     monkeypatch.setattr(
         TrainingModel, "_fill_from_bigrams", lambda self, names, make: calls.seen.append(names)
     )
     model.initialise(seed=5, bigrams=lambda: pytest.fail("what counts them calls it"))
     wanted = [
-        ("filled", e.tensor, e.tensor,
-         {"global_shape": (8, 4), "offset": e.box.offset, "model": model.decoder.model, "seed": 5})
-        for e in entries
-    ]  # fmt: skip
+        InitialBox(tensor=e.tensor, name=e.tensor, global_shape=(8, 4), offset=e.box.offset) for e in entries
+    ]
     counted = ("embedding.weight", "head.weight")
-    expected: list[Any] = [wanted[1], counted] if init == "bigram" else wanted
-    assert calls.seen == [*expected, ("rounded",)]
+    boxes = wanted[1:2] if init == "bigram" else wanted
+    filled = ("filled", boxes, {"model": model.decoder.model, "seed": 5, "threads": 3})
+    rest: list[Any] = [counted] if init == "bigram" else []
+    assert calls.seen == [filled, *rest, ("rounded",)]
 
 
 def test_a_micro_batch_that_is_computed_once_more_leaves_its_digest_alone() -> None:
@@ -435,7 +453,9 @@ def test_a_loss_is_taken_of_what_the_decoder_makes_of_tokens_documents_and_dropo
             calls.seen.append((tokens, documents, None if address is None else address.rows))
             return "hidden"
 
-    built._tensor_loss(Decoded(), z_loss=0.5, chunk=7, compiles="")("tokens", "targets", "documents", rows)  # type: ignore[arg-type]
+    local_loss.tensor_loss_of(Decoded(), z_loss=0.5, chunk=7, compiles="")(
+        "tokens", "targets", "documents", rows
+    )  # type: ignore[arg-type]
     assert calls.seen == [
         ("tokens", "documents", rows),
         ("loss", "hidden", "targets", {"z_loss": 0.5, "chunk": 7}),

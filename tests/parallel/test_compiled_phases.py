@@ -14,6 +14,7 @@ from tests.parallel.small import CPU
 from torch._dynamo.utils import counters
 
 from bloomery.data_loader.batches import MicroBatch
+from bloomery.parallel import build as built
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 
@@ -54,6 +55,22 @@ def test_four_micro_batches_are_compiled_once_each(settings: tuple[str, ...], pa
     assert model.compiles_blocks == (parts == 2)
     assert [graphs_of_a_step(model, width) for width in (1, 2, 3, 4)] == [parts] * 4
     assert [graphs_of_a_step(model, width) for width in (4, 2)] == [0, 0]
+
+
+@pytest.mark.parametrize("working", ["kept", "by-block"])
+def test_blocks_in_8_bits_share_their_code_and_neither_updates_nor_a_phase_again_compile(
+    working: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built, "compile_by_block", lambda *_parts, **_named: True)
+    model = compiled_model(f"parallel.working={working}", "model.layers=3")
+    model.set_phase(precision="fp8", recompute="none")
+    assert graphs_of_a_step(model, 2) == 2
+    model.initialise(seed=2, bigrams=lambda: torch.zeros(1, 1))
+    assert graphs_of_a_step(model, 2) == 0
+    model.set_phase(precision="bf16", recompute="none")
+    assert graphs_of_a_step(model, 2) == 1
+    model.set_phase(precision="fp8", recompute="none")
+    assert graphs_of_a_step(model, 2) == 0
 
 
 def test_another_global_batch_compiles_nothing_and_another_precision_or_recomputation_does() -> None:

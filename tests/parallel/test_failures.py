@@ -95,6 +95,7 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
     "axis.begin_reduce_scatter": lambda flat: AXIS.begin_reduce_scatter(flat, range(4)),
     "axis.begin_reduce_scatter of some": lambda flat: AXIS.begin_reduce_scatter(flat, range(1, 3)),
     "axis.begin_all_gather": AXIS.begin_all_gather,
+    "axis.begin_all_gather of some": lambda flat: AXIS.begin_all_gather(flat, range(1, 3)),
     "mesh.all_reduce": MESH.all_reduce,
     "mesh.broadcast": MESH.broadcast,
     "mesh.all_gather_object": lambda flat: MESH.all_gather_object("x"),

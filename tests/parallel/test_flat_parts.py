@@ -12,8 +12,10 @@ from torch import nn
 from bloomery.config.optim import OptimSection
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel.axis import Axis, PendingCollective
-from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage, gather_around
+from bloomery.parallel.block_weights import gather_around
+from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage
 from bloomery.parallel.gradient_buckets import GradientBuckets, _buckets_of
+from bloomery.parallel.host_copies import CopiesAtOnce
 from bloomery.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -50,8 +52,8 @@ class Noted(Axis):
         self._note("begin_reduce_scatter", flat, elements)
         return self._pending()
 
-    def begin_all_gather(self, flat: torch.Tensor) -> PendingCollective:
-        self._note("begin_all_gather", flat)
+    def begin_all_gather(self, flat: torch.Tensor, elements: range | None = None) -> PendingCollective:
+        self._note("begin_all_gather", flat, *(() if elements is None else (elements,)))
         return self._pending()
 
     def all_gather(self, flat: torch.Tensor) -> None:
@@ -108,6 +110,7 @@ def group_of(
         mesh=mesh,
         storage=storage or WeightStorage(),
         in_flight=ReductionsInFlight(limit),
+        link=CopiesAtOnce(),
     )
 
 
@@ -240,7 +243,7 @@ def test_freed_weights_are_gathered_once_and_waited_for_before_they_are_used() -
     group.all_gather_weights()
     group.all_gather_weights()
     assert calls[1:] == [("shard.waited",)]
-    group.copy_masters_to_working()
+    group.round_masters()
     assert group.working.untyped_storage().size() == 0
     group.begin_gathering()
     group.free_weights()
@@ -414,11 +417,14 @@ def test_masters_are_rounded_into_the_own_shard_and_then_gathered_from_all_ranks
     group = group_of(calls, shards=2, storage=WeightStorage(zero=1))
     group.master.fill_(5.0)
     group.set_working_dtype(torch.bfloat16)
-    assert calls == [], "nothing is rounded yet"
-    group.copy_masters_to_working()
-    assert calls == [("shard.all_gather", group.layout.numel)]
-    assert (group.working[: len(group.layout.held)] == 5.0).all()
+    assert group.gathers_after_update and not (group.working[: len(group.layout.held)] == 5.0).all()
+    group.round_masters()
+    assert calls == [] and (group.working[: len(group.layout.held)] == 5.0).all()
+    group.begin_gathering_range(range(2, 7)).wait_for_collective()
+    assert calls == [("shard.begin_all_gather", group.layout.numel, range(2, 7)), ("shard.waited",)]
     alone = group_of(calls)
     alone.set_working_dtype(torch.float32)
-    alone.copy_masters_to_working()
-    assert len(calls) == 1 and alone.working is alone.master
+    alone.round_masters()
+    assert not alone.gathers_after_update and alone.working is alone.master
+    by_block = group_of([], shards=2, storage=WeightStorage(zero=3), bucket="block")
+    assert not by_block.gathers_after_update, "its weights are gathered when they are needed"

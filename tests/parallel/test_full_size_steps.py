@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-from tests.parallel.full_size_steps import FIRST, LAST, step_differences
+from tests.parallel.full_size_steps import FIRST, LAST, exchanged_by_fused_loss, step_differences
 
 
 @pytest.mark.parametrize(
@@ -27,3 +32,13 @@ def test_a_step_of_a_source_run_exchanges_what_the_plan_says(
     """With all micro-batches (None) where there are few; `make soak PART=collectives` makes whole steps."""
     found = step_differences(name, world=world, phase=phase, stage=stage, micro_batches=micro_batches)
     assert found == {}
+
+
+def test_the_loss_of_kernels_gathers_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels that write nothing: what ranks exchange depends on no values."""
+    nothing: Any = SimpleNamespace(
+        measure_logits=lambda *_: None, write_split_gradient=lambda *_: None, __name__="kernels"
+    )
+    monkeypatch.setitem(sys.modules, "bloomery.kernels.triton_loss", nothing)
+    seen, planned = exchanged_by_fused_loss("tr11-176b", world=384)
+    assert seen == planned != Counter()

@@ -291,7 +291,7 @@ def test_collectives_are_over_the_axis_own_group(monkeypatch: pytest.MonkeyPatch
 
         return call
 
-    for name in ("all_reduce", "reduce"):
+    for name in ("all_reduce", "reduce", "broadcast"):
         monkeypatch.setattr(axis_module.dist, name, noted(name))
     for name in ("_all_gather", "_reduce_scatter"):
         monkeypatch.setattr(axis_module, name, noted(name))
@@ -306,6 +306,9 @@ def test_collectives_are_over_the_axis_own_group(monkeypatch: pytest.MonkeyPatch
         member.begin_all_gather(flat),
         member.begin_reduce_scatter(flat, range(6)),
         member.begin_reduce_scatter(flat, range(2, 4)),
+        member.begin_all_gather(flat, range(6)),
+        member.begin_all_gather(flat, range(1, 4)),
+        member.begin_all_gather(flat, range(4, 6)),
     ]
     assert calls == [
         ("all_reduce", whole, dist.ReduceOp.SUM, {"group": "group"}),
@@ -317,8 +320,12 @@ def test_collectives_are_over_the_axis_own_group(monkeypatch: pytest.MonkeyPatch
         ("_reduce_scatter", own, whole, asynchronous),
         ("reduce", [2], {"dst": 4, **asynchronous}),
         ("reduce", [3], {"dst": 6, **asynchronous}),
+        ("_all_gather", whole, own, asynchronous),
+        ("broadcast", [1, 2], {"src": 4, **asynchronous}),
+        ("broadcast", [3], {"src": 6, **asynchronous}),
+        ("broadcast", [4, 5], {"src": 6, **asynchronous}),
     ]
-    assert [len(pending.works) for pending in begun] == [1, 1, 1, 2]
+    assert [len(pending.works) for pending in begun] == [1, 1, 1, 2, 1, 2, 1]
     monkeypatch.setattr(axis_module.dist, "get_backend", lambda group: "gloo")
     calls.clear()
     member.begin_reduce_scatter(flat, range(2, 4))

@@ -16,9 +16,9 @@ from bloomery.optim.clip import CountedGradient, examine
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel import optimizers as optimizers_module
 from bloomery.parallel.axis import Axis
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers, QueryKeyClip
-from bloomery.parallel.precision import LossScale
 
 SHAPES = {
     "embedding.weight": (8, 4),
@@ -55,6 +55,7 @@ def weights_of(optim: OptimSection, *, shards: int = 1, split: bool = False) -> 
         names=tuple(SHAPES),
         norms_by_tensor=None,  # which no limit of these tests asks for
         scale_gradients=None,
+        parts_to_update=lambda index, *, divides: [range(len(master[index]))],
         device=torch.device("cpu"),
     )
 
@@ -214,11 +215,15 @@ def test_heads_are_rescaled_by_their_number_among_those_that_a_tensor_parallel_r
 
     entries = [rows("query.weight", 4, 3), rows("query.weight", 7, 1), rows("key.weight", 4, 4)]
     entries += [rows("value.weight", 4, 4), rows("output.weight", 0, 4)]
-    weights: Any = SimpleNamespace(state_entries=lambda: entries)
+    told: list[str] = []
+    weights: Any = SimpleNamespace(
+        state_entries=lambda: entries, before_masters_change=lambda: told.append("changes")
+    )
     mesh = Mesh(device=torch.device("cpu"), tensor=Axis(index=1, ranks=(0, 1)))
     clip = QueryKeyClip(decoder, weights, mesh=mesh, optim=OptimSection(learning_rate=0.1, qk_clip=4.0))
     clip._maxima[0].copy_(torch.tensor([2.0, 16.0]))
     clip.apply(torch.tensor(True))
+    assert told == ["changes"], "a copy under way is waited for"
     assert [entry.tensor.flatten().tolist() for entry in entries] == [
         [1.0, 1.0, 0.5],
         [0.5],

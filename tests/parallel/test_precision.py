@@ -178,21 +178,22 @@ def test_halves_of_a_product_in_8_bits_add_up_to_the_whole_if_they_share_their_m
     x = torch.randn(6, 32, generator=generator) * torch.linspace(0.1, 1.0, 32)
     weight, slope = torch.randn(16, 32, generator=generator), torch.randn(6, 16, generator=generator)
 
-    def of_both(largest: torch.Tensor) -> torch.Tensor:
-        if largest.dim() == 0:  # backward: the slopes are whole on both
-            return largest
-        return torch.stack([x.abs().amax(), weight.abs().amax()])
-
-    def product(columns: slice, maximum: Maximum | None) -> tuple[torch.Tensor, ...]:
+    def product(columns: slice, *, is_shared: bool) -> tuple[torch.Tensor, ...]:
         own_x, own_weight = (t[:, columns].clone().requires_grad_() for t in (x, weight))
-        y = fp8_linear(own_x, own_weight, maximum)
+        # The slopes are whole on both: their maximum is not asked for.
+        wholes = iter([weight.abs().amax(), x.abs().amax()])
+        maximum = (lambda _largest: next(wholes)) if is_shared else None
+        y = fp8_linear(own_x, own_weight, maximum, splits_input=True)
         y.backward(slope)
         assert own_x.grad is not None and own_weight.grad is not None
+        assert len(list(wholes)) == (0 if is_shared else 2)
         return y.detach(), own_x.grad, own_weight.grad
 
-    whole = product(slice(None), None)
-    for maximum, is_equal in ((of_both, True), (None, False)):
-        (y1, dx1, dw1), (y2, dx2, dw2) = (product(part, maximum) for part in (slice(16), slice(16, 32)))
+    whole = product(slice(None), is_shared=False)
+    for is_shared, is_equal in ((True, True), (False, False)):
+        (y1, dx1, dw1), (y2, dx2, dw2) = (
+            product(part, is_shared=is_shared) for part in (slice(16), slice(16, 32))
+        )
         halves = (y1 + y2, torch.cat([dx1, dx2], 1), torch.cat([dw1, dw2], 1))
         assert is_equal == all(
             torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(halves, whole, strict=True)
@@ -211,7 +212,7 @@ def test_the_part_of_a_gradient_is_rounded_by_the_largest_element_of_all_ranks()
         assert own.grad is not None
         return own.grad
 
-    largest = iter([torch.stack([x.abs().amax(), weight.abs().amax()]), slope.abs().amax()])
+    largest = iter([weight.abs().amax(), slope.abs().amax()])  # x is whole on all ranks
     part = gradient(slice(16, 32), lambda own: torch.maximum(own, next(largest)))
     assert torch.equal(part, gradient(slice(0, 32))[16:])
     assert next(largest, None) is None
@@ -237,7 +238,7 @@ def test_the_units_add_up_in_fewer_bits_in_the_forward_alone(monkeypatch: pytest
         fast.append(is_fast)
         return product(*factors, is_fast=is_fast)
 
-    monkeypatch.setattr(fp8, "_has_fp8_units", lambda _x: True)
+    monkeypatch.setattr(fp8, "has_fp8_units", lambda _device: True)
     monkeypatch.setattr(torch_private, "scaled_matmul", noted)
     x, weight = (torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     fp8_linear(x, weight).sum().backward()

@@ -11,19 +11,22 @@ import pytest
 import torch
 from tests.parallel.test_building import LLAMA, model_of
 from tests.parallel.test_flat_parts import Noted
+from torch import nn
 
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.optim.clip import Clamps, CountedGradient, examine
+from bloomery.parallel import block_weights
 from bloomery.parallel import optimizers as optimizers_module
 from bloomery.parallel import precision as precision_module
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.flat import FlatGroup
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale, MasterWeights, measure_peak_flops, resolve_precision
+from bloomery.parallel.precision import MasterWeights, measure_peak_flops, resolve_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -114,31 +117,47 @@ def test_of_ranks_with_copies_one_counts_and_of_parts_each(share: str) -> None:
     }[share]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_blocks_weights_are_gathered_beside_the_block_before_or_after_it(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("overlap", "ahead"), [(True, 1), (True, 2), (True, 9), (True, 0), (False, 2)])
+def test_a_blocks_weights_are_gathered_beside_the_blocks_before_or_after_it(
+    overlap: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(precision_module, "gather_around", lambda *told, **more: given.append((told, more)))
+    monkeypatch.setattr(block_weights, "gather_around", lambda *told, **more: given.append((told, more)))
     axis = Noted([], "shard")
     mesh = Mesh(device=CPU, world=2, shard=axis, data=axis)
-    model_of(mesh=mesh, parallel=ParallelSection(zero=3, overlap=overlap))
+    model_of(mesh=mesh, parallel=ParallelSection(zero=3, overlap=overlap, prefetch_blocks=ahead))
 
     def buckets(groups: list[FlatGroup]) -> list[str]:
-        return sorted({group.layout.bucket for group in groups})
+        return list(dict.fromkeys(group.layout.bucket for group in groups))
 
     names = [f"blocks.{number}" for number in range(4)]
     assert [buckets(groups) for (_, groups), _ in given] == [[name] for name in names]
-    before, after = [[], *[[name] for name in names[:-1]]], [*[[name] for name in names[1:]], []]
-    none: list[list[str]] = [[]] * 4
-    assert [buckets(more["before"]) for _, more in given] == (before if overlap else none)
-    assert [buckets(more["after"]) for _, more in given] == (after if overlap else none)
+    ahead = ahead if overlap else 0
+    before = [names[max(0, number - ahead) : number][::-1] for number in range(4)]
+    after = [names[number + 1 : number + 1 + ahead] for number in range(4)]
+    assert [buckets(more["before"]) for _, more in given] == before
+    assert [buckets(more["after"]) for _, more in given] == after
     assert [block.index for (block, _), _ in given] == [0, 1, 2, 3]
+
+
+def test_no_block_is_gathered_across_one_that_another_rank_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(block_weights, "gather_around", lambda *told, **more: given.append(more))
+    module: Any = nn.Module()
+    module.blocks = nn.ModuleDict({str(index): nn.Identity() for index in (0, 1, 3, 4)})
+    groups: Any = [
+        SimpleNamespace(layout=SimpleNamespace(bucket=bucket))
+        for bucket in ("", "blocks.0", "blocks.1", "blocks.3", "blocks.4")
+    ]
+    block_weights.gather_around_blocks(module, groups, ahead=3)
+    _, zero, one, three, four = groups
+    assert [more["after"] for more in given] == [[one], [], [four], []]
+    assert [more["before"] for more in given] == [[], [zero], [], [three]]
 
 
 def test_weights_that_are_rounded_by_block_are_not_rounded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(precision_module, "gather_around", lambda *told, **more: given.append(more))
+    monkeypatch.setattr(block_weights, "gather_around", lambda *told, **more: given.append(more))
     model_of(parallel=ParallelSection(working="by-block"), precision="bf16")
     assert given == [{"before": [], "after": []}] * 4
     given.clear()

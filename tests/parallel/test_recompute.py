@@ -13,8 +13,8 @@ from bloomery.config.optim import OptimSection
 from bloomery.errors import TrainingFailed
 from bloomery.kernels.rules import tiles_for
 from bloomery.parallel import recompute
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.optimizers import peak_rates
-from bloomery.parallel.precision import LossScale
 from bloomery.parallel.recompute import _kept_or_recomputed, compile_by_block
 from bloomery.parallel.rendezvous import Introduction, is_lost_rank_error, refuse_unequal, setting_difference
 

@@ -26,7 +26,13 @@ class Block:
         self.index, self.attention = index, Attention(index)
 
     def forward(self) -> str:
-        return f"forward {self.index}"
+        return f"forward {self.index}: {self.mix()}, {self.expand()}"
+
+    def mix(self) -> str:
+        return f"mix {self.index}"
+
+    def expand(self) -> str:
+        return f"expand {self.index}"
 
 
 class Attention:
@@ -48,7 +54,7 @@ def test_each_block_is_wrapped_as_its_mode_says_and_unwrapped_before(
     names = {"_checkpointed": "full", "_checkpointed_once": "once", "_keeping_products": "products"}
     for name, mark in {**names, "compiled_function": "compiled"}.items():
         monkeypatch.setattr(recompute, name, marking(mark))
-    decoder: Any = SimpleNamespace(blocks=[Block(index) for index in range(4)])
+    decoder: Any = SimpleNamespace(blocks=[Block(index) for index in range(5)])
 
     def seen(*modes: str) -> list[tuple[str, str]]:
         set_recompute(decoder, dict(enumerate(modes)), splits_backward=splits, compiles=compiles)
@@ -59,16 +65,20 @@ def test_each_block_is_wrapped_as_its_mode_says_and_unwrapped_before(
     def compiled(inner: str) -> str:
         return f"compiled({inner})" if compiles else inner
 
+    def forward(index: int, mix: str = "mix {}", expand: str = "expand {}") -> str:
+        return f"forward {index}: {mix}, {expand}".replace("{}", str(index))
+
+    modes = ("none", "full", "elementwise", "selective", "mlp")
     expected = [
-        (compiled("forward 0"), "attend 0"),
-        (compiled(f"{wrap}(forward 1)"), "attend 1"),
-        (compiled("products(forward 2)"), "attend 2"),
-        (compiled("forward 3"), f"{wrap}(attend 3)"),
+        (compiled(forward(0)), "attend 0"),
+        (compiled(f"{wrap}({forward(1)})"), "attend 1"),
+        (compiled(f"products({forward(2)})"), "attend 2"),
+        (compiled(forward(3)), f"{wrap}(attend 3)"),
+        (compiled(forward(4, "products(mix {})", f"{wrap}(expand {{}})")), "attend 4"),
     ]
-    assert seen("none", "full", "elementwise", "selective") == expected
-    assert seen("none", "full", "elementwise", "selective") == expected, "not wrapped twice"
-    plain = [(compiled(f"forward {index}"), f"attend {index}") for index in range(4)]
-    assert seen(*["none"] * 4) == plain
+    assert seen(*modes) == expected
+    assert seen(*modes) == expected, "not wrapped twice"
+    assert seen(*["none"] * 5) == [(compiled(forward(index)), f"attend {index}") for index in range(5)]
 
 
 class Counted:

@@ -18,6 +18,7 @@ from bloomery.errors import ConfigError
 from bloomery.optim.groups import GroupLayout, ParameterPiece, lay_out, rectangles
 from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage
+from bloomery.parallel.host_copies import CopiesAtOnce
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.ranks import Degrees
 
@@ -128,6 +129,7 @@ def test_sharded_gradients_that_no_backward_of_a_step_reached_are_not_those_of_t
         mesh=Mesh(device=torch.device("cpu"), data=axis, shard=axis),
         storage=WeightStorage(zero=2),
         in_flight=ReductionsInFlight(0),
+        link=CopiesAtOnce(),
     )
     group.set_working_dtype(torch.float32)
     sums = []

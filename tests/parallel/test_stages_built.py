@@ -59,7 +59,7 @@ def test_the_first_tensor_parallel_rank_of_each_stage_reports_the_terms_of_a_los
 ) -> None:
     said: list[bool] = []
     monkeypatch.setattr(
-        built, "_micro_batch_loss", lambda loss, *, dropout_seed, reports: said.append(reports)
+        built, "micro_batch_loss", lambda loss, *, dropout_seed, reports: said.append(reports)
     )
 
     def split(decoder: Any, axis: Axis, **told: Any) -> Any:

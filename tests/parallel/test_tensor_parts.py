@@ -24,8 +24,8 @@ from bloomery.parallel.tensor_collectives import (
     EnterTensorParallelRegion,
     LeaveTensorParallelRegion,
     TensorGroup,
-    VocabularyParallelLoss,
 )
+from bloomery.parallel.vocabulary_loss import VocabularyParallelLoss
 
 CPU = torch.device("cpu")
 GROUP = TensorGroup(group="g", index=1, degree=2, has_fast_reduce_scatter=True)

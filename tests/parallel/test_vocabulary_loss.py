@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bloomery import torch_private
 from bloomery.model.layers import MatmulMode
 from bloomery.model.loss import IGNORED, LossSums, next_token_loss
-from bloomery.parallel.tensor_collectives import VocabularyParallelLoss, _LossTerms
+from bloomery.parallel import vocabulary_loss
+from bloomery.parallel.fused_vocabulary_loss import begin_gather, split_loss_and_gradients
+from bloomery.parallel.vocabulary_loss import VocabularyParallelLoss, _LossTerms
 
 ROWS = (range(17), range(17, 40))
 PADDED = 24
@@ -18,7 +22,7 @@ PADDED = 24
 class Told:
     """The group of one of two ranks: notes what this rank tells, and hears what the other told before."""
 
-    index, degree, has_fast_reduce_scatter = 0, 2, True
+    group, index, degree, has_fast_reduce_scatter = "tensor", 0, 2, True
 
     def __init__(self, index: int, others: list[torch.Tensor] | None = None) -> None:
         self.index, self._others = index, others
@@ -153,3 +157,99 @@ def test_targets_of_other_ranks_before_and_after_its_rows_need_no_padding_here()
     logits = hidden[0, :4] @ own.detach().t()
     # As if the other rank had the same logits, so that each row has half of its probability here.
     torch.testing.assert_close(slope, (0.5 * logits.softmax(1)).t() @ hidden[0, :4])
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What each fused loss was told; its gradients by hidden states and weight are ones and twos."""
+    calls: list[dict[str, Any]] = []
+
+    def ones(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **told: Any
+    ) -> tuple[torch.Tensor, ...]:
+        calls.append(told | {"tokens": len(targets), "hidden": tuple(hidden.shape)})
+        by_weight = torch.full(weight.shape, 2.0)
+        return torch.ones_like(hidden), by_weight, torch.tensor(3.0), torch.tensor(0.5)
+
+    monkeypatch.setattr(vocabulary_loss, "split_loss_and_gradients", ones)
+    monkeypatch.setattr(vocabulary_loss, "supports_fused_loss", lambda hidden: hidden.dtype == torch.bfloat16)
+    return calls
+
+
+def part_of_loss(dtype: torch.dtype, *, triton: bool, mode: MatmulMode) -> tuple[LossSums, Any]:
+    """The loss of the rank with the first 17 rows, and its leaves."""
+    hidden, weight, targets = inputs(dtype)
+    own = torch.cat([weight[:17], torch.zeros(7, 16).to(dtype)])
+    leaves = hidden.requires_grad_(), own.requires_grad_()
+    loss = VocabularyParallelLoss(Told(0), range(17), sequence=False)  # type: ignore[arg-type]
+    loss.has_triton = triton
+    return loss(*leaves, targets, z_loss=0.25, chunk=8, matmul_mode=mode), leaves
+
+
+def test_a_fused_loss_gets_this_ranks_rows_and_group_and_its_gradients_are_scaled(
+    fused: list[dict[str, Any]],
+) -> None:
+    sums, leaves = part_of_loss(torch.bfloat16, triton=True, mode="native")
+    assert fused == [
+        {
+            "z_loss": 0.25,
+            "chunk": 8,
+            "rows": range(17),
+            "group": "tensor",
+            "degree": 2,
+            "tokens": 21,
+            "hidden": (21, 16),
+        }
+    ]
+    assert [float(part.detach()) for part in sums] == [3.5, 3.0, 0.5]
+    assert not sums.cross_entropy.requires_grad and not sums.z.requires_grad
+    by_hidden, by_weight = torch.autograd.grad(sums.total * 0.5, leaves)
+    assert by_hidden.dtype == by_weight.dtype == torch.bfloat16
+    assert bool((by_hidden == 0.5).all()) and bool((by_weight == 1.0).all())
+
+
+def test_a_loss_is_fused_where_the_device_can_and_matmuls_are_native(fused: list[dict[str, Any]]) -> None:
+    part_of_loss(torch.float32, triton=True, mode="native")
+    part_of_loss(torch.bfloat16, triton=False, mode="native")
+    part_of_loss(torch.bfloat16, triton=True, mode="fp32")
+    assert fused == []
+
+
+def test_a_compiler_is_told_the_shapes_and_dtypes_of_a_fused_loss() -> None:
+    with FakeTensorMode():
+        hidden, weight = torch.empty(6, 8, dtype=torch.bfloat16), torch.empty(24, 8, dtype=torch.bfloat16)
+        found = split_loss_and_gradients(
+            hidden,
+            weight,
+            torch.zeros(6).long(),
+            z_loss=0.1,
+            chunk=4,
+            rows=range(20),
+            group="tensor",
+            degree=2,
+        )
+    assert [(tuple(one.shape), one.dtype) for one in found] == [
+        ((6, 8), torch.bfloat16),
+        ((24, 8), torch.float32),
+        ((), torch.float32),
+        ((), torch.float32),
+    ]
+
+
+def test_what_ranks_measured_is_gathered_by_rank_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+
+    def gather(own: torch.Tensor, degree: int, group: str) -> torch.Tensor:
+        calls.append(("begin", degree, group))
+        return torch.cat([own + 10 * rank for rank in range(degree)])
+
+    monkeypatch.setattr(torch_private, "begin_all_gather", gather)
+    monkeypatch.setattr(torch_private, "wait_for", lambda gathered: calls.append("wait") or gathered)
+    own = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    wait_for_all = begin_gather(own, group="tensor", degree=4)
+    assert calls == [("begin", 4, "tensor")]
+    told = wait_for_all()
+    assert calls == [("begin", 4, "tensor"), "wait"]
+    assert torch.equal(told, torch.stack([own, own + 10, own + 20, own + 30])) and told.is_contiguous()

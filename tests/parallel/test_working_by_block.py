@@ -40,13 +40,21 @@ def bytes_of_blocks(model: TrainingModel) -> int:
     return sum(group.working.untyped_storage().size() for group in groups)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", "mlp"])
 def test_gradients_have_the_bits_that_kept_working_weights_give(recompute: str) -> None:
     kept, by_block = model_with(), model_with("parallel.working=by-block")
     for model in (kept, by_block):
         model.set_phase(precision="bf16", recompute=recompute)
     expected, found = accumulated(kept), accumulated(by_block)
     assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("recompute", ["elementwise", "selective", "mlp", "full"])
+def test_gradients_have_the_same_bits_whatever_is_computed_again(recompute: str) -> None:
+    stored, again = model_with(), model_with()
+    again.set_phase(precision="bf16", recompute=recompute)
+    expected, found = accumulated(stored), accumulated(again)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 

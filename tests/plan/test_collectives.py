@@ -73,6 +73,7 @@ def test_one_rank_exchanges_nothing() -> None:
         ("none", 0.0, True, 2),
         ("selective", 0.1, False, 2),
         ("elementwise", 0.1, True, 2),
+        ("mlp", 0.1, False, 2),
         ("full", 0.0, True, 3),
         ("full", 0.1, True, 3),
         ("full", 0.0, False, 3),
@@ -98,13 +99,40 @@ def test_a_split_sequence_gathers_and_scatters_and_sums_what_is_whole() -> None:
     plain = (6 * LAYERS + 2) * HIDDEN * 4
     for kind in ("all_gather", "reduce_scatter"):
         assert counted.pop((kind, STREAM)) == 8 * (4 * LAYERS + 2)
+    again = on_axis(replace(made, phase=replace(made.phase, recompute="mlp")), "tensor")
+    assert again["all_gather", STREAM] == 8 * (5 * LAYERS + 2), "what enters the MLP is gathered again"
+    assert again["reduce_scatter", STREAM] == 8 * (4 * LAYERS + 2)
     assert counted == {("all_gather", 768): 8, ("all_gather", 256): 8, ("all_reduce", plain): 1}
     assert on_axis(replace(made, scatters=False), "tensor")["all_reduce", STREAM] == 8 * (4 * LAYERS + 2)
 
 
-def test_fp8_takes_a_maximum_over_the_ranks_for_each_linear_layer_and_pass() -> None:
-    counted = on_axis(shape(2, "parallel.tensor=2", "train.precision=fp8"), "tensor")
-    assert counted["all_reduce", 4] == counted["all_reduce", 2] == 8 * LAYERS * 4
+def test_fp8_reduces_the_scales_of_weights_once_a_step_and_those_of_split_factors_in_each_product() -> None:
+    settings = ("parallel.tensor=2", "train.precision=fp8")
+    counted = on_axis(shape(2, *settings), "tensor")
+    # Layers with split inputs take theirs forward, those with split outputs backward.
+    assert counted["all_reduce", 2] == 8 * LAYERS * 4
+    assert counted["all_reduce", 4 * 4 * LAYERS] == 1
+    again = on_axis(shape(2, *settings, "train.recompute=full"), "tensor")
+    assert again["all_reduce", 2] == 8 * LAYERS * (4 + 2)
+    assert on_axis(shape(2, *settings, "train.recompute=mlp"), "tensor")["all_reduce", 2] == 8 * LAYERS * 5
+    freed = shape(4, *settings, "parallel.data=2", "parallel.zero=3")
+    for axis in ("tensor", "shard"):
+        assert on_axis(freed, axis)["all_reduce", 4 * 4 * LAYERS] == 1
+
+
+def test_fp8_with_scales_by_row_reduces_one_number_for_each_row_that_ranks_share() -> None:
+    settings = ("parallel.tensor=2", "train.precision=fp8", "train.fp8_scaling=row")
+    kept, freed = (
+        on_axis(shape(2, *settings, *more), "tensor") for more in ((), ("parallel.working=by-block",))
+    )
+    of_tokens, of_weights = ("all_reduce", 2 * 2 * LENGTH), ("all_reduce", 4 * HIDDEN * 4 * LAYERS)
+    assert kept[of_tokens] == 8 * LAYERS * 4 and kept[of_weights] == 1
+    # Rows of 64 tokens and of 64 channels have as many bytes.
+    assert freed[of_tokens] == 2 * 8 * LAYERS * 4 and freed[of_weights] == 0
+    plain = on_axis(shape(2, "parallel.tensor=2"), "tensor")
+    for scaling in ("block", "mx"):
+        made = replace(shape(2, *settings), fp8_scaling=scaling)
+        assert on_axis(made, "tensor") == plain
 
 
 def test_messages_pass_between_ranks_and_not_between_stages_of_one() -> None:
@@ -130,6 +158,20 @@ def test_zero_moves_gradients_to_shards_and_weights_from_them() -> None:
     third = gathered(3)
     assert third["all_gather", 2 * BLOCK] == 2 * 4 * LAYERS
     assert third["all_gather", 2 * tables] == 2
+
+
+def test_updated_weights_are_gathered_in_ranges_of_four_buckets_each_part_from_its_rank() -> None:
+    made = shape(2, "parallel.data=2", "parallel.zero=1", "parallel.bucket_mb=0.05")
+    counted = on_axis(made, "shard")
+    # A block's matrices have 3, 1, 4 and 4 squares, and 12.2 close a range. From the start these are 15, 13,
+    # 16 and the last 4; of the second, the first rank holds 9.
+    squares = {15: 1, 9: 1, 4: 2, 16: 1}
+    sent = {size: times for (kind, size), times in counted.items() if kind == "broadcast"}
+    assert sent == {2 * number * HIDDEN**2: times for number, times in squares.items()}
+    assert ("all_gather", 2 * VOCABULARY * HIDDEN) in counted, "a short buffer is one range"
+    gathered = on_axis(shape(2, "parallel.data=2", "parallel.zero=2", "parallel.bucket_mb=0.05"), "shard")
+    assert gathered["all_gather", 2 * BLOCK] == LAYERS, "a block is one range"
+    assert all(kind != "broadcast" for kind, _ in gathered)
 
 
 def test_gradients_are_summed_in_ranges_that_end_at_shards_or_at_a_parameter() -> None:

@@ -17,6 +17,7 @@ from bloomery.plan.memory import (
     block_activation_bytes,
     eager_activation_bytes,
     in_flight,
+    offloaded_memory,
     rank_parameters,
     stage_memory,
 )
@@ -37,12 +38,18 @@ def of(
     precision: str = "bf16",
     vocabulary: int = 100,
     reserved_gib: float = 0.0,
+    fp8_teraflops: float = 0.0,
     **model: Any,
 ) -> Workload:
     machine = Hardware(
         name="a machine",
         accelerator=Accelerator(
-            kind=kind, memory_gib=1.0, memory_gb_per_s=1.0, bf16_teraflops=1.0, reserved_gib=reserved_gib
+            kind=kind,
+            memory_gib=1.0,
+            memory_gb_per_s=1.0,
+            bf16_teraflops=1.0,
+            fp8_teraflops=fp8_teraflops,
+            reserved_gib=reserved_gib,
         ),
         node=Node(accelerators=8),
     )
@@ -73,20 +80,26 @@ def held(work: Workload, index: int = 0, **training: Any) -> StageMemory:
         (of(), "none", 24_576 + 18_432 + 27_648 + 768),
         (of(), "selective", 24_576 + 18_432 + 27_648),
         (of(), "full", 6_144),
-        (of(), "elementwise", 18_432 + 36_864 + 768),
+        (of(), "elementwise", 12_288 + 36_864 + 768),
+        (of(), "mlp", 12_288 + 18_432 + 768),
+        (of(hidden_dropout=0.1), "mlp", 31_488 + 6_144),
+        (of(hidden_dropout=0.1), "elementwise", 49_920),
         (of(hidden_dropout=0.1), "none", 71_424 + 6_144),
         (of(activation="gelu"), "none", 71_424 - 9_216),
-        (of(activation="gelu"), "elementwise", 56_064 - 9_216),
+        (of(activation="gelu"), "elementwise", 49_920 - 9_216),
         (of(Layout(tensor=2)), "none", 24_576 + 9_216 + 13_824 + 384),
         (of(Layout(tensor=2, sequence=True)), "none", 18_432 + 9_216 + 13_824 + 384),
         (of(Layout(tensor=2, sequence=True)), "full", 3_072),
-        (of(Layout(tensor=2)), "elementwise", 18_432 + 18_432 + 384),
+        (of(Layout(tensor=2)), "elementwise", 12_288 + 18_432 + 384),
+        (of(Layout(tensor=2)), "mlp", 12_288 + 9_216 + 384),
+        (of(Layout(tensor=2, sequence=True)), "mlp", 6_144 + 9_216 + 384),
         (of(kind="cpu", **DROPPED), "none", 70_656 + 15_360),
-        (of(kind="cpu", **DROPPED), "elementwise", 55_296 + 6_144),
-        (of(Layout(tensor=2), kind="cpu", **DROPPED), "elementwise", 18_432 + 18_432 + 3_072),
+        (of(kind="cpu", **DROPPED), "elementwise", 49_152 + 6_144),
+        (of(Layout(tensor=2), kind="cpu", **DROPPED), "elementwise", 12_288 + 18_432 + 3_072),
         (of(Layout(tensor=2), kind="cpu", **DROPPED), "none", 24_576 + 9_216 + 13_824 + 7_680),
         (of(Layout(tensor=2, sequence=True), hidden_dropout=0.1), "none", 41_856 + 3_072),
-        (of(precision="fp32"), "none", 2 * (71_424 - 768) + 768),
+        (of(precision="fp32"), "none", 2 * (71_424 - 768) + 768 + 2 * 12_288),
+        (of(precision="fp32", norm="layernorm"), "none", 2 * (71_424 - 768) + 768),
     ],
 )
 def test_a_block_keeps_what_backward_needs(work: Workload, recompute: str, kept: int) -> None:
@@ -134,16 +147,32 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
         (of(Layout(data=4, zero=2)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 4 * SHARD, 8 * SHARD),
         (
             of(Layout(data=4, zero=3)),
-            2 * (2 * EMBEDDING + NORM + 2 * BLOCK),
+            2 * (2 * EMBEDDING + NORM + 3 * BLOCK),
+            4 * (SHARD + 2 * BLOCK),
+            4 * SHARD,
+            8 * SHARD,
+        ),
+        (
+            of(Layout(data=4, zero=3, prefetch_blocks=3)),
+            2 * (2 * EMBEDDING + NORM + 4 * BLOCK),
+            4 * (SHARD + 2 * BLOCK),
+            4 * SHARD,
+            8 * SHARD,
+        ),
+        (
+            of(Layout(data=4, zero=3, overlaps=False)),
+            2 * (2 * EMBEDDING + NORM + BLOCK),
             4 * (SHARD + 2 * BLOCK),
             4 * SHARD,
             8 * SHARD,
         ),
         (of(Layout(data=4, zero=1, shard=2)), 2 * WHOLE, 4 * WHOLE, 2 * WHOLE, 4 * WHOLE),
         (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 0, 0),
+        (of(Layout(offload=True), kind="cpu"), 2 * WHOLE, 8 * WHOLE, 4 * WHOLE, 8 * WHOLE),
+        (of(Layout(offload=True), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 0, 0),
         (
             of(Layout(data=4, tensor=2, zero=3)),
-            2 * (HALF - 4 * BLOCK / 2),
+            2 * (HALF - 3 * BLOCK / 2),
             4 * (HALF / 4 + BLOCK),
             HALF,
             2 * HALF,
@@ -168,6 +197,38 @@ def test_shards_and_precision_decide_what_of_the_state_a_rank_holds(
     assert (found.master, found.optimizer) == (master, moments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "fp8_teraflops", "copies"),
+    [
+        (Layout(), 2.0, 2),
+        (Layout(), 0.0, 1),
+        (Layout(data=4, zero=2), 2.0, 2),
+        (Layout(data=4, zero=3), 2.0, 0),
+        (Layout(rounds_by_block=True), 2.0, 0),
+    ],
+)
+def test_8_bit_copies_of_matrices_are_kept_where_working_weights_are(
+    layout: Layout, fp8_teraflops: float, copies: int
+) -> None:
+    narrow, wide = (
+        held(of(layout, precision=precision, fp8_teraflops=fp8_teraflops)) for precision in ("fp8", "bf16")
+    )
+    assert narrow.weights - wide.weights == copies * 6 * (BLOCK - 2 * NORM)
+    halved = replace(layout, tensor=2)
+    narrow, wide = (
+        held(of(halved, precision=precision, fp8_teraflops=fp8_teraflops)) for precision in ("fp8", "bf16")
+    )
+    assert narrow.weights - wide.weights == copies * 3 * (BLOCK - 2 * NORM)
+
+
+def test_offloaded_masters_and_gradients_are_pinned_and_moments_are_not() -> None:
+    work = of(Layout(data=4, zero=1, offload=True))
+    parameters = count_parameters(work.model, vocabulary=100, sequence_length=16)
+    (stage,) = stages_for(work, parameters)
+    found = offloaded_memory(work, parameters, stage, "adamw")
+    assert (found.pinned, found.moments) == (8 * SHARD, 8 * SHARD)
+
+
 def test_a_stage_of_one_block_gathers_and_reduces_one_under_zero_3() -> None:
     layout = Layout(pipeline=3, data=4, zero=3, blocks=(4, 1, 1), head_rank=2)
     middle = held(of(layout), 1)
@@ -185,19 +246,25 @@ def test_muon_keeps_one_moment_of_each_matrix_and_two_of_what_adamw_updates() ->
 @pytest.mark.parametrize(
     ("work", "chunk", "logits"),
     [
-        (of(), 32, 6_400 + 51_200 + 6_144),
-        (of(), 10_000, 9_600 + 51_200 + 6_144),  # no chunk has more rows than there are tokens
-        (of(kind="cpu"), 32, 51_200 + 51_200 + 6_144),
-        (of(precision="fp32"), 32, 3_200 * (8 + 12) + 51_200 + 12_288),
-        (of(Layout(tensor=2)), 32, 19_200 + 19_200 + 12_288),
+        (of(), 32, 6_400 + 38_400 + 6_144),
+        (of(), 10_000, 9_600 + 38_400 + 6_144),  # no chunk has more rows than there are tokens
+        (of(kind="cpu"), 32, 6_400 + 38_400 + 12_288),
+        (of(precision="fp32"), 32, 12_800 + 51_200 + 24_576),
+        (of(Layout(tensor=2)), 32, 6_400 + 19_200 + 12_288),  # logits of two chunks
         (of(Layout(tensor=2), precision="fp32"), 32, 12_800 + 12_800 + 24_576),
-        (of(Layout(tensor=8)), 32, 32 * 13 * 12 + 13 * 64 * 6 + 12_288),  # the last of 8 has fewer columns
+        (of(Layout(tensor=8)), 32, 32 * 13 * 4 + 13 * 64 * 6 + 12_288),  # the last of 8 has fewer columns
     ],
 )
 def test_the_loss_holds_a_chunk_of_logits_and_the_heads_gradient(
     work: Workload, chunk: int, logits: int
 ) -> None:
     assert held(work, loss_chunk=chunk).logits == logits
+
+
+@pytest.mark.parametrize(("precision", "logits"), [("fp32", 64_000 + 51_200), ("bf16", 32_000 + 38_400)])
+def test_an_eager_loss_holds_its_logits_in_several_forms(precision: str, logits: int) -> None:
+    streams = 2 * 48 * 64 * (4 if precision == "fp32" else 2)
+    assert held(of(precision=precision, kind="cpu"), loss_chunk=32, fused=False).logits == logits + streams
 
 
 MIDDLE = Layout(pipeline=3, blocks=(2, 2, 2), head_rank=2)  # holds two micro-batches of two blocks each
@@ -207,20 +274,21 @@ MIDDLE = Layout(pipeline=3, blocks=(2, 2, 2), head_rank=2)  # holds two micro-ba
     ("work", "index", "training", "kept"),
     [
         (of(), 0, {}, 6 * 71_424 + 48 * 8),
-        # What a block forms again lies where the logits were, and needs 7,680 bytes more than they did.
-        (of(), 0, {"recompute": "full"}, 6 * 6_144 + 48 * 8 + 71_424 - 63_744),
+        # What a block forms again lies where the logits were, and needs 20,480 bytes more than they did.
+        (of(), 0, {"recompute": "full"}, 6 * 6_144 + 48 * 8 + 71_424 - 50_944),
         (of(MIDDLE), 1, {}, 2 * 2 * 71_424),
         (of(MIDDLE), 0, {}, 3 * (2 * 71_424 + 48 * 8)),
         (of(MIDDLE), 1, {"micro_batches": 1}, 2 * 71_424),
         (of(MIDDLE), 1, {"recompute": "full"}, 4 * 6_144 + 71_424),
-        (of(MIDDLE), 1, {"recompute": "elementwise"}, 4 * 56_064 + 71_424 - 56_064),
+        (of(MIDDLE), 1, {"recompute": "elementwise"}, 4 * 49_920 + 71_424 - 49_920),
+        (of(MIDDLE), 1, {"recompute": "mlp"}, 4 * 31_488 + 71_424 - 31_488),
         (of(MIDDLE, kind="cpu", **DROPPED), 1, {"recompute": "selective"}, 2 * (2 * 70_656 + 256) + 15_360),
-        (of(MIDDLE, position="alibi", norm="layernorm"), 1, {"fused": False}, 4 * (71_424 + 33_792)),
+        (of(MIDDLE, position="alibi", norm="layernorm"), 1, {"fused": False}, 4 * (71_424 + 21_504)),
         (
             of(MIDDLE, position="alibi", norm="layernorm"),
             1,
             {"fused": False, "recompute": "full"},
-            4 * 6_144 + 71_424 + 33_792,
+            4 * 6_144 + 71_424 + 21_504,
         ),
     ],
 )
@@ -249,6 +317,20 @@ def test_messages_take_four_streams_between_stages_and_two_between_tensor_ranks(
     layout: Layout, index: int, buffers: int
 ) -> None:
     assert held(of(layout), index).buffers == buffers
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(offload=True), 4 * WHOLE),
+        (Layout(offload=True, data=4, zero=1), WHOLE),
+        (Layout(offload=True, rounds_by_block=True), 4 * BLOCK),
+        (Layout(offload=True, data=4, zero=3), BLOCK),
+    ],
+)
+def test_masters_that_come_from_the_cpus_memory_are_rounded_on_the_device(layout: Layout, more: int) -> None:
+    kept = held(of(replace(layout, offload=False))).buffers
+    assert held(of(layout)).buffers == kept + more
 
 
 def test_an_eager_backward_holds_the_largest_gradient_alone() -> None:
@@ -318,8 +400,8 @@ def test_a_stage_holds_the_micro_batches_that_its_schedule_has_begun(
 @pytest.mark.parametrize(
     ("layout", "index", "buffers"),
     [
-        # The activations of six blocks that keep their inputs, and the logits, are gone by then.
-        (Layout(), 0, 2 * WHOLE - (6 * 6_144 + 48 * 8 + 108_544)),
+        # Gone by then are the inputs of six blocks, what one of them computed again, and the logits.
+        (Layout(), 0, 2 * WHOLE - (6 * 6_144 + 48 * 8 + 71_424)),
         (MIDDLE, 1, 4 * 6_144 + 2 * 2 * BLOCK - (4 * 6_144 + 71_424) // 2),
         (Layout(data=2), 0, 2 * BLOCK),
         (Layout(tensor=2), 0, 2 * 6_144 + BLOCK),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bloomery.config.load import load_recipe
-from bloomery.plan import overview
+from bloomery.plan import recomputation
 from bloomery.plan.hardware import SiteLink, load_hardware
 from bloomery.plan.layout import bubble_share
 from bloomery.plan.overview import Plan, make_plan, shape_of
@@ -134,14 +134,14 @@ def test_the_phase_that_needs_most_memory_is_the_one_that_counts() -> None:
 
 def test_memory_is_that_of_the_most_micro_batches_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[Any, ...]] = set()
-    stage_memory = overview.stage_memory
+    stage_memory = recomputation.stage_memory
 
     def noted(work: Any, parameters: Any, stages: Any, index: int, training: Any) -> Any:
         asked.add((work.micro_batch, training.micro_batches, training.recompute, training.loss_chunk))
         assert (training.fused, training.optimizer) == (False, "adamw")
         return stage_memory(work, parameters, stages, index, training)
 
-    monkeypatch.setattr(overview, "stage_memory", noted)
+    monkeypatch.setattr(recomputation, "stage_memory", noted)
     batches = ("train.global_batch=16", "train.ramp_up=[4,4,60]", "train.micro_batch=2")
     later = ("train.micro_batch_changes=[[100,4]]", "train.tokens=0", "train.samples=800")
     usual = ("optim.name=adamw", "train.compile=off", "train.recompute=full", "train.loss_chunk=64")

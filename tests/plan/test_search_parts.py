@@ -109,7 +109,7 @@ def test_a_result_as_json_has_each_layout_with_its_step() -> None:
 
 def tried(count: int, *, per_node: int = 4, overlap: bool = True, **model: Any) -> list[str]:
     shape = load_recipe("demo", [f"model.{key}={value}" for key, value in model.items()]).recipe.model
-    recipe: Any = SimpleNamespace(model=shape, parallel=SimpleNamespace(overlap=overlap))
+    recipe: Any = SimpleNamespace(model=shape, parallel=SimpleNamespace(overlap=overlap, prefetch_blocks=3))
     work = SimpleNamespace(layout=Layout(per_node=per_node))
     found = list(_layouts(SimpleNamespace(recipe=recipe, accelerators=count, work=work)))  # type: ignore[arg-type]
     for layout in found:
@@ -196,6 +196,17 @@ def test_a_layout_that_training_would_refuse_is_left_out() -> None:
     assert not refused(1, pipeline=2) and refused(1, pipeline=recipe.model.layers + 1)
     interleaved = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
     assert not refused(1, **interleaved) and refused(1, **{**interleaved, "schedule": "1f1b"})
+
+
+def test_degrees_that_would_split_a_block_with_one_scale_are_left_out() -> None:
+    sizes = ("model.hidden=256", "model.heads=4", "model.kv_heads=4", "model.ffn=512", "optim.name=adamw")
+    for scaling, fitting in (("block", {1, 2}), ("mx", {1, 2, 4}), ("row", {1, 2, 4})):
+        recipe = load_recipe("demo", [*sizes, "train.precision=fp8", f"train.fp8_scaling={scaling}"]).recipe
+        works: Any = {
+            tensor: SimpleNamespace(layout=Layout(tensor=tensor, per_node=4), micro_batch=1)
+            for tensor in (1, 2, 4)
+        }
+        assert {tensor for tensor, work in works.items() if not _would_be_refused(recipe, work)} == fitting
 
 
 OWN = (

@@ -203,8 +203,9 @@ def test_shards_hide_what_computing_can_hide(zero: int) -> None:
     if zero == 3:
         gathered *= 2 * micro_batches
         expected = exposed(scattered + gathered, beside=slot * micro_batches)
-    else:  # weights are gathered after the update, with nothing beside it
-        expected = gathered + exposed(scattered, beside=2 / 3 * slot * (micro_batches if zero == 2 else 1))
+    else:  # weights are gathered after the update, beside the first forward
+        expected = exposed(gathered, beside=1 / 3 * slot)
+        expected += exposed(scattered, beside=2 / 3 * slot * (micro_batches if zero == 2 else 1))
     assert taken.data_parallel_s == pytest.approx(expected)
     bare = step(replace(layout, overlaps=False), micro_batches=micro_batches)
     assert bare.data_parallel_s == pytest.approx(scattered + gathered)
@@ -222,8 +223,10 @@ def test_sums_that_take_longer_than_backwards_hide_beside_backwards_alone(zero: 
     scattered = times * ring(4 * PARAMETERS.total, 8, rate=rate, latency=LINK_S)
     gathered = ring(2 * PARAMETERS.total, 8, rate=rate, latency=LINK_S)
     hidden = OVERLAP * 2 / 3 * slot_s(taken, 4) * times
+    hidden_gathers = OVERLAP * 1 / 3 * slot_s(taken, 4)
     assert 0.1 * scattered < scattered - hidden < scattered
-    assert taken.data_parallel_s == pytest.approx(gathered + scattered - hidden)
+    assert 0.1 * gathered < gathered - hidden_gathers < gathered
+    assert taken.data_parallel_s == pytest.approx(gathered - hidden_gathers + scattered - hidden)
 
 
 def test_the_machines_own_overlap_is_taken() -> None:
@@ -239,8 +242,9 @@ def test_shards_within_machines_reduce_between_them_once() -> None:
     across = ring(4 * PARAMETERS.total / 8, 4, rate=NETWORK / 8, latency=NETWORK_S, passes=2)
     scattered = ring(4 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
     gathered = ring(2 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
-    beside = 2 / 3 * slot_s(taken, 4)
-    assert taken.data_parallel_s == pytest.approx(across + gathered + exposed(scattered, beside=beside))
+    slot = slot_s(taken, 4)
+    shown = exposed(gathered, beside=1 / 3 * slot) + exposed(scattered, beside=2 / 3 * slot)
+    assert taken.data_parallel_s == pytest.approx(across + shown)
 
 
 def test_data_read_more_slowly_than_it_is_trained_on_is_waited_for() -> None:
@@ -282,7 +286,7 @@ def test_a_block_that_nothing_fuses_keeps_its_norms_gates_and_turned_heads(
     model = replace(MODEL, norm=norm, activation=activation, position=position, ffn=ffn, kv_heads=kv_heads)
     work = replace(of(Layout(tensor=tensor, sequence=sequence)), model=model)
     stream = TOKENS * HIDDEN / (tensor if sequence else 1)
-    expected = 2 * stream * 4  # two norms in fp32
+    expected = 2 * stream * (4 - 2)  # two norms in fp32, instead of what they are made of in bf16
     if norm == "rmsnorm":
         expected += 2 * stream * 4  # and what is normalised
     if activation == "swiglu":

@@ -8,7 +8,8 @@ from bloomery.state_transfer.client import fetch_state
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.state_transfer.source import PeerSource
-from bloomery.train.checkpoint_store import RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import RunStateToSave
 from bloomery.transport.trust import Trust
 
 

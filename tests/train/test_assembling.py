@@ -21,7 +21,9 @@ from bloomery.data.position import Position
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.recomputation import Recomputation
 from bloomery.train import assemble, run_start
+from bloomery.train.attention_kernel import AttentionDecision
 from bloomery.train.settings import StartOptions
 from bloomery.train.state import Goal, TrainState
 from bloomery.train.step import Compilation
@@ -64,6 +66,8 @@ def start_up(calls: Calls, rundir: RunDirectory, *settings: str, **changed: Any)
         changes=SettingChanges(),
         mesh=Mesh(device=CPU),
         compilation=Compilation(on=True, why="it pays"),
+        attention=AttentionDecision(kernel="", why="a CPU"),
+        recomputation=Recomputation(mode="mlp", why="none needs 9.0 GiB of 8.0"),
         rundir=rundir,
         options=StartOptions(say=lambda line: calls.append(("said", line))),
         journal=Part(calls, "journal"),
@@ -107,7 +111,10 @@ def test_a_start_is_journalled_with_what_it_changes_and_how_it_computes(
             "changes": {"optim.clip": ["1.0", "2.0"]},
             "compiled": True,
             "compiled_why": "it pays",
+            "attention": {"kernel": "", "why": "a CPU", "sizes": "", "seconds": {}, "refusals": {}},
             "precision": "bf16",
+            "recompute": "mlp",
+            "recompute_why": "none needs 9.0 GiB of 8.0",
             "ranks": 1,
             "device": "cpu",
             "threads": torch.get_num_threads(),
@@ -204,10 +211,16 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     monkeypatch.setattr(run_start, "identity", lambda path: f"identity of {path.path.name}")
     mesh = Mesh(device=CPU, world=4, data=Axis(ranks=(0, 1)))
     length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
-    start = start_up(calls, rundir, *length, mesh=mesh, compilation=Compilation(on=False, why="too short"))
+    attention = AttentionDecision(
+        kernel="flash", why="the quickest here", sizes="8 heads", seconds={"flash": 2e-3}
+    )
+    compilation = Compilation(on=False, why="too short")
+    start = start_up(calls, rundir, *length, mesh=mesh, compilation=compilation, attention=attention)
     start._watchers(STATE)
     assert said(calls) == [
         f"step 4 of 9, incarnation 6 of {rundir.path}; 4 × cpu, bf16, eager (too short)",
+        "attention by flash (the quickest here); forward and backward of 8 heads: flash 2 ms",
+        "train.recompute = mlp: none needs 9.0 GiB of 8.0",
         "ranks wait {'data_degree': 2, 'consumed': 16}",
         "warning: of 4 at 16, 701 tokens",
         "a line",
@@ -227,7 +240,7 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     start.compilation = Compilation(on=True, why="it pays")
     start._watchers(STATE)
     assert events == [{"event": "data", "tokens": 7}] and "compiled (it pays)" in said(calls)[0]
-    assert len(said(calls)) == 3
+    assert len(said(calls)) == 5
 
 
 @pytest.mark.parametrize(("inner_steps", "last"), [(4, 4 + 3), (0, 4 + 5)])

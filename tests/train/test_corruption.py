@@ -13,12 +13,14 @@ from tests.train.real_ranks import DEADLINE_S, train_on_ranks
 from tests.train.test_loop import events, go
 
 from bloomery.config.load import LoadedRecipe, load_recipe
+from bloomery.config.recipe import Recipe
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.digests import BitFault
 from bloomery.operate.wrong_bits import machine_faults
 from bloomery.parallel.build import TrainingModel
+from bloomery.plan.recomputation import Recomputation
 from bloomery.train import corruption
 from bloomery.train.corruption import CorruptionCheck, _packed, _unpacked
 from bloomery.train.settings import RunSettings
@@ -37,6 +39,10 @@ SETTINGS = (
     "guard.corruption_faults=1000",
     "parallel.data=4",
 )
+
+
+def as_set(recipe: Recipe) -> Recomputation:
+    return Recomputation(mode=recipe.train.recompute, why="")
 
 
 def trained(
@@ -108,7 +114,7 @@ def test_a_step_that_peers_gave_up_is_not_computed_again_with_the_weights_that_c
     options = ["elastic.inner_steps=1", f"elastic.average={average}", "guard.corruption_steps=1"]
     recipe = load_recipe("demo", ["elastic.peers=2", "elastic.minimum_peers=1", *options]).recipe
     with Journal(tmp_path / "journal.jsonl") as journal:
-        parts = {"data_stream": None, "store": None, "held_out": None}
+        parts = {"data_stream": None, "store": None, "held_out": None, "auto_recompute": as_set}
         settings = RunSettings(recipe, mesh=mesh, **parts, journal=journal, say=print)
         check = CorruptionCheck(model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: 1)
         check.accumulate(micro_batches(1, index=0, degree=1), 1, weight=1.0)
@@ -133,7 +139,7 @@ def test_a_step_at_which_nobody_had_a_majority_is_checked_when_it_is_made_again(
     model = build("llama", mesh)
     recipes = [load_recipe("demo", [f"guard.corruption_steps={interval}"]).recipe for interval in (4, 3)]
     with Journal(tmp_path / "journal.jsonl") as journal:
-        parts = {"data_stream": None, "store": None, "held_out": None}
+        parts = {"data_stream": None, "store": None, "held_out": None, "auto_recompute": as_set}
         settings = RunSettings(recipes[0], mesh=mesh, **parts, journal=journal, say=print)
         check = CorruptionCheck(model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: 1)
         checked = []
@@ -159,7 +165,7 @@ def test_a_peer_whose_bits_differ_offers_others_gradients_that_they_leave_out(
     recipe = load_recipe("demo", ["elastic.peers=2", "elastic.minimum_peers=1", *options]).recipe
     state = TrainState(goal=Goal(steps=9))
     with Journal(tmp_path / "journal.jsonl") as journal:
-        parts = {"data_stream": None, "store": None, "held_out": None}
+        parts = {"data_stream": None, "store": None, "held_out": None, "auto_recompute": as_set}
         settings = RunSettings(recipe, mesh=mesh, **parts, journal=journal, say=print)
         check = CorruptionCheck(model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: 1)
         applies, corruptions = [], []

@@ -18,6 +18,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
 from bloomery.optim.clip import Clamps
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.recomputation import Recomputation
 from bloomery.train import loop
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
@@ -111,6 +112,7 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
         held_out=None,
         journal=None,
         say=lambda line: None,
+        auto_recompute=lambda recipe: Recomputation(mode=recipe.train.recompute, why=""),
     )
     state = TrainState(goal=Goal(steps=9), position=Position(consumed=640))
     before = replace(state, position=Position(consumed=960))

@@ -21,7 +21,7 @@ from bloomery.events.run_lock import host_name
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.memory import StageMemory
-from bloomery.train import rank_diagnostics
+from bloomery.train import rank_diagnostics, recomputation
 from bloomery.train.rank_diagnostics import (
     explaining_out_of_memory,
     make_heartbeat,
@@ -113,20 +113,30 @@ def test_the_plan_is_that_of_the_ranks_own_stage_on_as_many_accelerators_as_ther
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    hardware: Any = SimpleNamespace(node=SimpleNamespace(accelerators=8))
-    monkeypatch.setattr(rank_diagnostics, "this_machine", lambda: hardware)
-    monkeypatch.setattr(
-        rank_diagnostics, "layout_of", lambda *told, **more: asked.append((told, more)) or "layout"
+    hardware: Any = SimpleNamespace(
+        node=SimpleNamespace(accelerators=8), accelerator=SimpleNamespace(memory_gib=2.0)
     )
-    monkeypatch.setattr(rank_diagnostics, "base_workload", lambda *told: asked.append(told) or "work")
-    monkeypatch.setattr(rank_diagnostics, "replace", lambda work, **changed: (work, changed))
+    monkeypatch.setattr(recomputation, "this_machine", lambda: hardware)
+    monkeypatch.setattr(
+        recomputation, "layout_of", lambda *told, **more: asked.append((told, more)) or "layout"
+    )
+    monkeypatch.setattr(recomputation, "base_workload", lambda *told: asked.append(told) or "work")
+    work: Any = SimpleNamespace(hardware=hardware)
+    monkeypatch.setattr(
+        recomputation, "replace", lambda found, **changed: asked.append((found, changed)) or work
+    )
+
+    def chosen(recipe: str, of: Any, *, room_bytes: float) -> tuple[str, None]:
+        return f"{recipe} with {room_bytes / GIB} GiB", None
+
+    monkeypatch.setattr(rank_diagnostics, "resolved", chosen)
     monkeypatch.setattr(
         rank_diagnostics, "memory_of", lambda *told: asked.append(told) or ("first", "second", "third")
     )
     loaded: Any = SimpleNamespace(recipe="recipe")
     mesh = Mesh(device=torch.device("cpu"), world=24, pipeline=Axis(index=1, ranks=(0, 1, 2)))
     assert planned_memory(loaded, mesh, vocabulary=300) == "second"
-    (layout, (request, of_layout), memory) = asked
+    (layout, (request, of_layout), known, memory) = asked
     assert layout == (("recipe",), {"accelerators": 24, "per_node": 8, "vocabulary": 300})
     assert (request.loaded, request.hardware, request.accelerators, of_layout) == (
         loaded,
@@ -134,7 +144,8 @@ def test_the_plan_is_that_of_the_ranks_own_stage_on_as_many_accelerators_as_ther
         24,
         "layout",
     )
-    assert memory == ("recipe", ("work", {"vocabulary": 300}))
+    assert known == ("work", {"vocabulary": 300})
+    assert memory == ("recipe with 2.0 GiB", work), "with what 'auto' recomputes"
 
 
 @pytest.mark.parametrize(("device", "bus"), [("cuda:1", "0000:3b:00"), ("cpu", "")])

@@ -21,8 +21,8 @@ from bloomery.guard.receipt import Promise, RankEvidence
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.train import receipts as receipts_module
-from bloomery.train.checkpoint_store import Restored
 from bloomery.train.receipts import Receipts
+from bloomery.train.saved_state import Restored
 from bloomery.train.state import Goal, TrainState
 
 STATE = TrainState(goal=Goal(samples=100), step=3, position=Position(consumed=24))

@@ -13,6 +13,7 @@ import torch
 from tests.guard.reports import report
 
 from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
 from bloomery.data.position import Position
 from bloomery.errors import DataError
 from bloomery.events.journal import Journal, read_journal
@@ -22,6 +23,7 @@ from bloomery.guard.restraint import Restraint
 from bloomery.optim.clip import Clamps
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.recomputation import Recomputation
 from bloomery.plan.schedule import learning_rate
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
@@ -49,7 +51,12 @@ class Run:
             held_out=self.held_out,  # type: ignore[arg-type]
             journal=self.journal,
             say=self.said.append,
+            auto_recompute=self.chosen,
         )
+
+    def chosen(self, recipe: Recipe) -> Recomputation:
+        mode = recipe.train.recompute
+        return Recomputation(mode="mlp" if mode == "auto" else mode, why="")
 
     def _demand(self, demand: object, *, at: int, left: int) -> dict[str, Any] | None:
         if self.refuses:

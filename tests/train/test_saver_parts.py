@@ -16,7 +16,7 @@ from bloomery.events.heartbeat import RankActivity
 from bloomery.guard.corruption import CLEAN_STEP
 from bloomery.guard.verdict import Rewind, Stop
 from bloomery.train import saver as saver_module
-from bloomery.train.checkpoint_store import Restored
+from bloomery.train.saved_state import Restored
 from bloomery.train.saver import Learner, begins_with
 from bloomery.train.state import Goal
 

@@ -15,7 +15,7 @@ from bloomery.events.incarnation import read_incarnations
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind
-from bloomery.parallel.precision import LossScale
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.train import loop
 from bloomery.train.control import SIGNALS
 

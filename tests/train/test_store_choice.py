@@ -166,12 +166,12 @@ def test_of_damaged_checkpoints_the_next_one_is_loaded_only_where_that_is_asked(
     store._load = load  # type: ignore[method-assign,assignment]
     names = [["", "a"], ["", "b"], ["", "c"]]
     if fallback:
-        assert store._first_that_loads(names, {}, fallback=True) == "b"
+        assert store._first_that_loads(names, {}, up_to_step=None, fallback=True) == "b"
     else:
         with pytest.raises(CheckpointError, match="use b"):
-            store._first_that_loads(names, {}, fallback=False)
+            store._first_that_loads(names, {}, up_to_step=None, fallback=False)
     assert loaded == tried
-    assert store._first_that_loads([], {}, fallback=fallback) is None
+    assert store._first_that_loads([], {}, up_to_step=None, fallback=fallback) is None
 
 
 def test_a_commit_wakes_the_backup_and_removes_what_need_not_be_kept_however_the_disk_refuses(

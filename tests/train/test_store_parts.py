@@ -15,7 +15,8 @@ from bloomery.checkpoint.format.state import StateSnapshot
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.train import checkpoint_store
-from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.saved_state import Restored, RunStateToSave
 
 RESTORED = Restored(step=6, incarnation=2, directory=Path("step-000006.i002"), values={}, about={})
 Calls = list[tuple[Any, ...]]
@@ -60,7 +61,9 @@ def test_a_restore_begins_an_incarnation_from_what_it_found_and_prepares_the_nex
 ) -> None:
     store._from_memory = lambda names, parts: calls.append(("memory", names)) or None  # type: ignore[method-assign,func-returns-value]
     store._first_that_loads = (  # type: ignore[method-assign]
-        lambda names, parts, *, fallback: calls.append(("loaded", names, parts, fallback)) or RESTORED
+        lambda names, parts, *, up_to_step, fallback: (
+            calls.append(("loaded", names, parts, fallback)) or RESTORED
+        )
     )
     assert store.restore({}, fallback=True) is RESTORED
     names = [["", Saved(6).name], ["", Saved(4).name]]
@@ -78,7 +81,7 @@ def test_a_restore_begins_an_incarnation_from_what_it_found_and_prepares_the_nex
 
 def test_a_rewind_does_not_look_into_memory_and_a_run_may_have_nothing(store: Store, calls: Calls) -> None:
     store._from_memory = lambda names, parts: pytest.fail("memory holds the newest alone")  # type: ignore[method-assign]
-    store._first_that_loads = lambda names, parts, *, fallback: calls.append((names, fallback))  # type: ignore[method-assign,assignment]
+    store._first_that_loads = lambda names, parts, *, up_to_step, fallback: calls.append((names, fallback))  # type: ignore[method-assign,assignment]
     assert store.restore({}, reason="rewind: spike", up_to_step=5) is None
     assert ([["", Saved(4).name]], False) in calls
     assert ("begun", {"base": None, "reason": "rewind: spike"}) in calls
@@ -184,7 +187,7 @@ def test_a_checkpoint_that_is_passed_over_is_named_with_what_is_wrong_with_it(
 
     store._load = load  # type: ignore[method-assign,assignment]
     names = [["", "newest"], ["", "older"]]
-    assert store._first_that_loads(names, {}, fallback=True) is RESTORED
+    assert store._first_that_loads(names, {}, up_to_step=None, fallback=True) is RESTORED
     assert "newest was passed over: a bit flipped" in caplog.text
 
 
@@ -320,7 +323,7 @@ def test_a_backup_is_the_first_ranks_and_what_it_copied_makes_room(
 
 def test_a_rewind_to_the_beginning_finds_nothing_that_was_made_after_it(store: Store, calls: Calls) -> None:
     store._from_memory = lambda names, parts: pytest.fail("memory holds the newest alone")  # type: ignore[method-assign]
-    store._first_that_loads = lambda names, parts, *, fallback: calls.append((names,))  # type: ignore[method-assign,assignment]
+    store._first_that_loads = lambda names, parts, *, up_to_step, fallback: calls.append((names,))  # type: ignore[method-assign,assignment]
     store._backup = None
     assert store.restore({}, reason="rewind: spike", up_to_step=0) is None
     assert ([],) in calls

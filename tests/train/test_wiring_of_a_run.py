@@ -17,7 +17,9 @@ from bloomery.events.heartbeat import RankActivity
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.recomputation import Recomputation
 from bloomery.train import assemble
+from bloomery.train.attention_kernel import AttentionDecision
 from bloomery.train.settings import StartOptions
 from bloomery.train.step import Compilation
 
@@ -44,13 +46,15 @@ class Made:
         self.control = SimpleNamespace(close=lambda: self.order.append("control closed"))
         self.observers = SimpleNamespace(close=lambda: self.order.append("observers closed"))
         self.store = SimpleNamespace(incarnation=6)
-        self.model = SimpleNamespace(weights="weights")
+        self.model = SimpleNamespace(weights="weights", decoder="decoder")
         self.settings = SimpleNamespace(recipe="of the step under way")
         answers: dict[str, Any] = {
             "join_mesh": self.mesh,
             "_take_and_prepare": ("changes", PREPARED),
             "token_cost": "cost",
             "_compilation": Compilation(on=compiled, why="why"),
+            "decide_attention": AttentionDecision(kernel="flash", why="why"),
+            "use_attention": None,
             "_build_model": self.model,
             "build_data_stream": self.stream,
             "build_held_out": "held out",
@@ -58,6 +62,8 @@ class Made:
             "Observers": self.observers,
             "_build_backup": "backup",
             "peering_of_environment": "peering",
+            "AutoRecompute": self._chosen,
+            "least_room_bytes": 7.0,
             "RunSettings": self.settings,
             "CorruptionCheck": "check",
             "announce_interludes": ["announced"],
@@ -78,12 +84,16 @@ class Made:
             monkeypatch.setattr(assemble, name, self.part(name, answer))
         for name, held in (
             ("deterministic_kernels", None),
+            ("attention_kernel", None),
             ("make_heartbeat", self.heartbeat),
             ("explaining_out_of_memory", None),
             ("Journal", "journal"),
             ("_open_store", self.store),
         ):
             monkeypatch.setattr(assemble, name, self.context(name, held))
+
+    def _chosen(self, recipe: Any) -> Recomputation:
+        return Recomputation(mode="mlp" if recipe.train.recompute == "auto" else "none", why="")
 
     def note(self, name: str) -> None:
         self.order.append(name)
@@ -131,6 +141,8 @@ def test_the_parts_of_a_run_are_made_in_order_and_closed_in_reverse(
         (f"heartbeat.{RankActivity.BUILDING}", "Control"),
         ("explaining_out_of_memory", "_build_model"),
         ("no compilation", "_build_model"),
+        ("deterministic_kernels", "decide_attention"),
+        ("attention_kernel", "_build_model"),
         ("_build_backup", "_open_store"),
     ):
         assert at(before) < at(after), (before, after)
@@ -139,12 +151,27 @@ def test_the_parts_of_a_run_are_made_in_order_and_closed_in_reverse(
         "observers closed",
         "Journal closed",
         "batches closed",
+        "attention_kernel closed",
         "control closed",
         "explaining_out_of_memory closed",
         "make_heartbeat closed",
         "deterministic_kernels closed",
         "mesh closed",
     ]
+
+
+def test_what_auto_recomputes_is_chosen_once_it_is_known_whether_the_model_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(monkeypatch, device=CPU, compiled=True)
+    loaded, _, _ = made.build("train.recompute=auto", path=tmp_path)
+    assert made.given["AutoRecompute"] == (
+        (loaded, made.mesh),
+        {"vocabulary": 300, "compiled": True, "room_bytes": 7.0},
+    )
+    at = made.order.index
+    assert at("_compilation") < at("least_room_bytes") < at("AutoRecompute") < at("_build_model")
+    assert made.given["token_cost"][1]["recompute"] == "mlp", "what the step's figures count"
 
 
 def test_each_part_of_a_run_gets_those_that_it_works_with(
@@ -173,6 +200,11 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
         },
     )
     assert given["_compilation"] == ((recipe, "cost", mesh), {})
+    assert given["decide_attention"] == ((recipe, mesh, rundir), {"vocabulary": 300})
+    assert given["attention_kernel"] == (("flash",), {}) and given["use_attention"] == (
+        ("decoder", "flash"),
+        {},
+    )
     assert given["_build_model"] == ((recipe, PREPARED, mesh), {"compiled": True})
     assert given["build_held_out"] == ((recipe, PREPARED, made.model, mesh), {"report_progress": "tick"})
     assert given["Journal"] == ((rundir.journal(rank=1),), {})
@@ -188,6 +220,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
             "held_out": "held out",
             "journal": "journal",
             "say": print,
+            "auto_recompute": made._chosen,
         },
     )
     (model,), check = given["CorruptionCheck"]
@@ -251,6 +284,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
         rundir,
     )
     assert (beginning.journal, beginning.compilation.on) == ("journal", True)
+    assert beginning.attention.kernel == "flash"
     assert (beginning.observers, beginning.heartbeat) == (made.observers, made.heartbeat)
     assert beginning.options is start and beginning.summarise() == "summary"
     assert beginning.recipe_now() == "of the step under way"

@@ -97,8 +97,8 @@ def _heading(plan: Plan) -> str:
         f"{days_text(plan.whole.days_low)} to {days_text(plan.whole.days_high)}",
         f"  {', '.join(layout_text)}",
     ]
-    lines += [_wrapped(assumption) for assumption in plan.assumptions]
-    return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
+    lines = [textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines]
+    return "\n".join([*lines, *(_wrapped(assumption) for assumption in plan.assumptions)])
 
 
 def _parameters(plan: Plan) -> str:

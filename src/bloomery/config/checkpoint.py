@@ -112,7 +112,7 @@ class LogSection:
         at_start=True,
         minimum=1,
         help="[first, last]: steps of which the first rank records a profile into RUN/profiles, as a trace "
-        "for a browser and a table of operators. They are slower. []: none.",
+        "for a browser and tables of parts and operators. They are slower. []: none.",
     )
     trackers: tuple[str, ...] = setting(
         (),

@@ -9,8 +9,10 @@ from bloomery.frozen import dataclass
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 """Pipeline schedules that compute the gradients of weights and of activations in separate passes."""
-RECOMPUTATIONS = ("none", "elementwise", "selective", "full")
+RECOMPUTATIONS = ("none", "elementwise", "selective", "mlp", "full")
 """What is computed again in the backward: from what keeps the most to what keeps the least."""
+WITHIN_ONE_BACKWARD = ("elementwise", "mlp")
+"""Recomputations that keep what products return for one backward, which `SPLIT_BACKWARD` splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +114,25 @@ class ParallelSection:
         choices=("kept", "by-block"),
         help="Whether weights in the working precision are 'kept' beside the fp32 masters, or rounded from "
         "them 'by-block' when a block is computed: 16 bytes per parameter instead of 18 with AdamW, for a "
-        "pass over the masters in each forward and backward.",
+        "pass over the masters in each forward and backward. With 'fp8', 'kept' also keeps two copies of the "
+        "blocks' matrices in 8 bits, 2 bytes per parameter, that are made once a step.",
     )
     overlap: bool = setting(
         True,
         kind="free",
         at_start=True,
-        help="Whether gradients are summed over data-parallel ranks, and sharded weights gathered, while the "
-        "backward and the forward go on. Off, the same collectives follow them, with the same bits.",
+        help="Whether gradients are summed over data-parallel ranks, and sharded or updated weights are "
+        "gathered, while the backward and the forward go on. Off, the same collectives follow them, with the "
+        "same bits.",
+    )
+    prefetch_blocks: int = setting(
+        2,
+        kind="free",
+        at_start=True,
+        minimum=0,
+        help="Number of blocks whose sharded weights (zero = 3) are gathered ahead, while the blocks before "
+        "them are computed, in forward and backward; so many blocks and one more have weights in memory at "
+        "one time. Without effect where overlap = false.",
     )
     bucket_mb: float = setting(
         25.0,
@@ -127,7 +140,8 @@ class ParallelSection:
         at_start=True,
         minimum=0.0,
         help="Megabytes of fp32 gradients that data-parallel ranks sum at one time under ZeRO 0 and 1 (2 and "
-        "3 sum those of a block); 0: each optimizer group at one time.",
+        "3 sum those of a block); 0: each optimizer group at one time. The updated weights of four times as "
+        "many elements are gathered at one time under ZeRO 1.",
     )
     ranks_per_node: int | Auto = setting(
         "auto",

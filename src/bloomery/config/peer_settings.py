@@ -161,7 +161,7 @@ EQUAL: frozenset[str] = frozenset(
         "data": "split text_field prompt_field separator held_out_every tokenizer_vocabulary tokenizer_split "
         "sequence_length order packing order_seed order_samples mask_documents reset_positions "
         "end_of_document_token",
-        "train": "samples tokens steps global_batch ramp_up precision precision_changes",
+        "train": "samples tokens steps global_batch ramp_up precision precision_changes fp8_scaling",
         "optim": "name learning_rate beta1 beta2 epsilon weight_decay decay_embeddings clip clip_method "
         "clip_z_score clip_ratio skip_outliers qk_clip qk_clip_stride "
         "embedding_learning_rate head_learning_rate muon_learning_rate muon_momentum muon_iterations",
@@ -185,8 +185,8 @@ FREE: frozenset[str] = frozenset(
         "init": "from",
         "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents longest_line_mib "
         "cache cache_gb prefetch read_threads",
-        "train": "micro_batch micro_batch_changes recompute compile deterministic loss_chunk",
-        "parallel": "recompute_per_stage sequence offload working overlap bucket_mb ranks_per_node",
+        "train": "micro_batch micro_batch_changes recompute compile attention deterministic loss_chunk",
+        "parallel": "recompute_per_stage sequence offload working overlap prefetch_blocks bucket_mb ranks_per_node",
         "checkpoint": "url every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
         "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes logs data prune_waits",

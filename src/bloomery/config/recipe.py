@@ -71,7 +71,9 @@ class InitSection:
     )
 
 
+ATTENTION_KERNELS = ("auto", "cudnn", "flash", "efficient", "triton", "math")
 PRECISIONS = ("auto", "bf16", "fp32", "fp16", "fp8")
+FP8_SCALINGS = ("tensor", "row", "block", "mx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +112,22 @@ class TrainSection:
         choices=PRECISIONS,
         help="[[from_sample, precision], …]: later values of precision.",
     )
+    fp8_scaling: str = setting(
+        "tensor",
+        kind="journalled",
+        choices=FP8_SCALINGS,
+        help="What shares a scale in 'fp8': 'tensor' a whole factor of a matmul; 'row' each of its rows "
+        "along what is summed; 'block' 1 × 128 elements, 128 × 128 of weights (DeepSeek-V3; Hopper GPUs); "
+        "'mx' 32 elements (MXFP8; Blackwell GPUs and later). All but 'tensor' use E4M3 for gradients too.",
+    )
     recompute: str = setting(
         "none",
         kind="free",
-        choices=RECOMPUTATIONS,
+        choices=("auto", *RECOMPUTATIONS),
         help="Which activations are not stored but computed again in the backward pass: 'elementwise' those "
-        "between matmuls, 'selective' scores of attention, 'full' whole blocks.",
+        "between matmuls, 'selective' scores of attention, 'mlp' those between matmuls and the MLP's wide "
+        "ones, 'full' whole blocks. 'auto' is the quickest of them whose planned memory fits, chosen when "
+        "training starts.",
     )
     compile: str = setting(
         "auto",
@@ -124,6 +136,15 @@ class TrainSection:
         choices=("auto", "on", "off"),
         help="Whether the model is compiled by torch.compile; 'auto' does not compile where that would take "
         "longer than it saves.",
+    )
+    attention: str = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        choices=ATTENTION_KERNELS,
+        help="The kernel of causal attention without ALiBi, document masks and dropout. On a GPU 'auto' "
+        "measures for the sizes of the run which is the quickest, and keeps to it; 'triton' is our own, "
+        "'math' holds all scores in memory. A CPU has 'flash' and 'math'.",
     )
     deterministic: bool = setting(
         False,
@@ -137,7 +158,8 @@ class TrainSection:
         kind="free",
         at_start=True,
         minimum=1,
-        help="Number of tokens whose logits are in memory at one time while the loss is computed.",
+        help="Number of tokens whose logits are in memory at one time while the loss is computed. On GPUs a "
+        "loss of 2048 at a time takes less time than one of 1024, where memory allows.",
     )
 
 

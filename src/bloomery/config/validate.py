@@ -29,6 +29,7 @@ from bloomery.config.validate_layout import (
     ramp_up_mistakes,
     sharding_mistakes,
 )
+from bloomery.config.validate_precision import scaling_mistakes
 
 
 def backup_mistakes(
@@ -133,11 +134,13 @@ def check_recipe(
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),
+            *_attention_mistakes(recipe.train, recipe.model, recipe.data),
             *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed),
             *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
             *_environment_mistakes(recipe.environment),
             *peer_mistakes(recipe),
             *layout_mistakes(recipe),
+            *scaling_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
             *pipeline_mistakes(
                 recipe.parallel, recipe.model, recipe.train, data_degree=degree, consumed=consumed
@@ -301,6 +304,27 @@ def _change_mistakes(train: TrainSection) -> Iterator[Finding]:
             key="train.micro_batch_changes",
             problem="a micro-batch is below 1",
             remedy="Use at least 1 sample.",
+        )
+
+
+def _attention_mistakes(train: TrainSection, model: ModelSection, data: DataSection) -> Iterator[Finding]:
+    others = {
+        "model.position = 'alibi'": model.position == "alibi",
+        "model.attention_dropout": model.attention_dropout > 0.0,
+        "data.mask_documents": data.mask_documents,
+    }
+    beside = [key for key, is_set in others.items() if is_set]
+    if train.attention not in ("auto", "triton") and beside:
+        yield Finding(
+            key="train.attention",
+            problem=f"knows no {' and no '.join(beside)}",
+            remedy="Leave it out: 'auto' takes the kernel that does.",
+        )
+    if train.attention == "cudnn" and train.deterministic:
+        yield Finding(
+            key="train.attention",
+            problem="cuDNN's backward gives other bits each time, which train.deterministic forbids",
+            remedy="Use 'flash' or 'auto', or set train.deterministic = false.",
         )
 
 

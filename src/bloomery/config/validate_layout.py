@@ -12,7 +12,7 @@ from math import gcd
 
 from bloomery.config.findings import Finding, divisors, nearest_numbers
 from bloomery.config.model import ModelSection
-from bloomery.config.parallel import SCHEDULES, SPLIT_BACKWARD, ParallelSection
+from bloomery.config.parallel import SCHEDULES, SPLIT_BACKWARD, WITHIN_ONE_BACKWARD, ParallelSection
 from bloomery.config.recipe import Recipe, TrainSection
 
 MOST_INTERVALS = 10_000
@@ -27,7 +27,7 @@ def layout_mistakes(recipe: Recipe) -> Iterator[Finding]:
 
 def _tensor_mistakes(recipe: Recipe) -> Iterator[Finding]:
     tensor, per_node = recipe.parallel.tensor, recipe.parallel.ranks_per_node
-    sizes = _split_sizes(recipe.model)
+    sizes = split_sizes(recipe.model)
     if any(size % tensor for size in sizes.values()):
         wrong = [f"{size} {what}" for what, size in sizes.items() if size % tensor]
         yield Finding(
@@ -67,7 +67,7 @@ def _sequence_mistakes(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _split_sizes(model: ModelSection) -> dict[str, int]:
+def split_sizes(model: ModelSection) -> dict[str, int]:
     """Return the sizes that tensor parallelism divides, by name."""
     return {
         "query heads": model.heads,
@@ -78,7 +78,7 @@ def _split_sizes(model: ModelSection) -> dict[str, int]:
 
 def _fitting(recipe: Recipe, *, near: int) -> str:
     per_node = recipe.parallel.ranks_per_node
-    common = gcd(*_split_sizes(recipe.model).values(), 0 if per_node == "auto" else per_node)
+    common = gcd(*split_sizes(recipe.model).values(), 0 if per_node == "auto" else per_node)
     return nearest_numbers(divisors(common), near=near)
 
 
@@ -245,10 +245,11 @@ def pipeline_mistakes(
             remedy="Set parallel.working = 'kept', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
     recomputed = (train.recompute, *parallel.recompute_per_stage)
-    if "elementwise" in recomputed and parallel.schedule in SPLIT_BACKWARD:
+    within_one = next((mode for mode in recomputed if mode in WITHIN_ONE_BACKWARD), None)
+    if within_one and parallel.schedule in SPLIT_BACKWARD:
         yield Finding(
             key="parallel.recompute_per_stage" if parallel.recompute_per_stage else "train.recompute",
-            problem=f"'elementwise' belongs to one backward, and '{parallel.schedule}' splits it in two",
+            problem=f"'{within_one}' belongs to one backward, and '{parallel.schedule}' splits it in two",
             remedy="Set it to 'selective' or 'full', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
     if not chunks:

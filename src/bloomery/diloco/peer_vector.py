@@ -10,6 +10,7 @@ Streaming DiLoCo averages one fragment of the model a round, so a part spans the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.data.position import Ranges, merged, total
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.host_copies import link_to
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
 from bloomery.protocol.records import Ready
@@ -53,6 +55,8 @@ class PeerVector:
 
     def __init__(self, weights: MasterWeights, mesh: Mesh) -> None:
         self._weights, self._mesh = weights, mesh
+        self._link = link_to(mesh.device)
+        self._block = torch.empty(0)
         self._own: list[_Own] = []
         offset = 0
         for layout in weights.layouts:
@@ -64,6 +68,16 @@ class PeerVector:
     def zeros(self) -> Tensor:
         """Return a new zero vector for this rank's part."""
         return torch.zeros(self.numel)
+
+    def pinned_zeros(self) -> Tensor:
+        """Return a new zero vector, which a GPU copies by itself. It is given back with this object."""
+        return self._pinned(self.numel)
+
+    def block(self, numel: int) -> Tensor:
+        """Return memory into which a GPU copies by itself, [numel]; the next call returns the same."""
+        if self._block.numel() < numel:
+            self._block = self._pinned(numel)
+        return self._block[:numel]
 
     def read_masters(self, into: Tensor, start: int = 0) -> None:
         """Copy this rank's part of the master weights, from element `start` on, until `into` is full."""
@@ -116,6 +130,11 @@ class PeerVector:
             for own in self._own
             for place in own.narrowed.held_logical()
         ]
+
+    def _pinned(self, numel: int) -> Tensor:
+        memory = self._link.zeros(numel)
+        weakref.finalize(self, self._link.release, (memory,)).atexit = False
+        return memory
 
     @torch.no_grad()
     def _read(self, buffers: Sequence[Tensor], into: Tensor, first: int) -> None:

@@ -34,7 +34,7 @@ _WITH_FEEDBACK = ("int4", SPARSE)
 class PseudoGradient:
     """One rank's part of the outer optimizer. Implements OuterUpdate. Vectors are fp32, in the CPU's memory.
 
-    base: the weights after the last committed round; equal on all peers.
+    base: the weights after the last committed round; equal on all peers. Pinned for a GPU, to which it goes.
     momentum: the outer momentum; equal on all peers.
     residual: what quantising lost of earlier averages at this peer (error feedback), or the values that the
         sparse codec did not send, in the unit of the average, so that it is sent whole whatever the peer's
@@ -51,7 +51,7 @@ class PseudoGradient:
 
     def __init__(self, vector: PeerVector, section: ElasticSection, *, piece: int = PIECE) -> None:
         self._vector, self._section, self._piece = vector, section, piece
-        self.base, self.momentum = vector.zeros(), vector.zeros()
+        self.base, self.momentum = vector.pinned_zeros(), vector.zeros()
         self.residual = vector.zeros() if section.codec in _WITH_FEEDBACK else None
         self._decay = section.feedback_decay if section.codec == SPARSE else 1.0
         self._fragments = fragments_of(vector.places(), numel=vector.numel, count=section.fragments)
@@ -121,7 +121,7 @@ class PseudoGradient:
         squares = sum(squared_norm(self._drift(strip)) for strip, _ in self._strips())
         if self._section.overlap_steps:
             self._pseudo_gradient = torch.cat(
-                [torch.empty(0), *(self._drift(strip) for strip, _ in self._strips())]
+                [torch.empty(0), *(self._drift(strip).clone() for strip, _ in self._strips())]
             )
         self._is_offered = True
         feedback = 0.0 if self.residual is None else squared_norm(take(self.residual, self._spans))
@@ -226,8 +226,8 @@ class PseudoGradient:
         self._pseudo_gradient = self._prepared = None
 
     def _drift(self, strip: range) -> Tensor:
-        """Return how far these elements have moved from the base, as a new vector."""
-        weights = torch.empty(len(strip))
+        """Return how far these elements have moved from the base, in memory that the next call takes."""
+        weights = self._vector.block(len(strip))
         self._vector.read_masters(weights, strip.start)
         return torch.sub(_of(self.base, strip), weights, out=weights)
 

@@ -21,7 +21,8 @@ from bloomery.errors import BloomeryError
 from bloomery.evaluate.saved_files import SavedFiles, find_saved
 from bloomery.interchange.generation_files import TextBounds, generation_files_of, text_bounds
 from bloomery.interchange.huggingface import fill
-from bloomery.model.decoder import Decoder, LogicalParameter, logical_parameters
+from bloomery.model.decoder import Decoder
+from bloomery.model.logical_parameters import LogicalParameter, logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
 from bloomery.plan.main_memory import available_memory_bytes
 

@@ -1,4 +1,7 @@
-"""Which machine this is: machines may have equal host names, as clones of one image often have."""
+"""Which machine this is, and how much of it a rank may use.
+
+Machines may have equal host names, as clones of one image often have.
+"""
 
 from __future__ import annotations
 
@@ -12,3 +15,8 @@ def machine_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return os.uname().nodename
+
+
+def processors_of_a_rank() -> float:
+    """Return how many of this machine's processors each of its ranks has."""
+    return len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -123,6 +123,11 @@ class RunDirectory:
         return self.path / "evaluations.jsonl"
 
     @property
+    def attention(self) -> Path:
+        """The file in which a run keeps the kernel of attention that was the quickest when it began."""
+        return self.path / "attention.json"
+
+    @property
     def rounds(self) -> Path:
         """The journal of rounds that a peer's agent writes."""
         return self.path / "rounds.jsonl"

@@ -49,7 +49,8 @@ from bloomery.interchange.weight_files import (
     write_checksums,
     write_shards,
 )
-from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.decoder import Decoder
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,7 +26,8 @@ from bloomery.interchange.directories import read_object
 from bloomery.interchange.families import hf_tensors
 from bloomery.interchange.families.family import HfTensor
 from bloomery.interchange.weight_files import open_weights
-from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.decoder import Decoder
+from bloomery.model.logical_parameters import logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
 
 CompareMethod = Literal["auto", "whole", "blocks"]

@@ -7,8 +7,8 @@ sequence, h hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -71,6 +71,7 @@ class Decoder(nn.Module):
     heads: the query heads held here. sequence_index, sequence_degree: which part of the residual stream's
         positions is here, of how many. Tensor parallelism sets these.
     resets_positions: whether learned positions count within documents.
+    tiles_plain_attention: whether plain causal attention is computed by our kernel too, where that can run.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
         self.token_loss: nn.Module = NextTokenLoss()
         self.heads = range(section.heads)
         self.sequence_index, self.sequence_degree = 0, 1
-        self.resets_positions = False
+        self.resets_positions, self.tiles_plain_attention = False, False
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -272,16 +273,15 @@ class Decoder(nn.Module):
         drops = drops and section.attention_dropout > 0.0
         sees_all = before > 0 and positions.shape[0] == 1
         is_plain = not (is_alibi or drops or documents is not None or before > 0)
+        can_tile = padding is None and before == 0
+        can_tile = can_tile and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
+        is_plain = is_plain and not (can_tile and self.tiles_plain_attention)
         if padding is None and (is_plain or (sees_all and not is_alibi)):
             return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary)
         slopes = None
         if is_alibi:
             slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
-        if (
-            padding is None
-            and before == 0
-            and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
-        ):
+        if can_tile:
             starts, ends = (None, None) if documents is None else document_ranges(documents)
             visibility = Visibility(starts=starts, ends=ends, slopes=slopes)
             return AttentionContext(mask=None, is_causal=False, rotary=rotary, visibility=visibility)
@@ -323,76 +323,28 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
-        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
-        mixed = self.attention.output.add_bias(self.leave_attention(mixed))
         dropout = context.dropout
+        mixed = self.mix(x, context, cache)
         x = x + self._dropped(mixed, None if dropout is None else dropout.attention_output)
-        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
-        expanded = self.mlp.down.add_bias(expanded)
+        expanded = self.expand(x)
         x = x + self._dropped(expanded, None if dropout is None else dropout.mlp_output)
         if self.hidden_maximum is not None and torch.is_grad_enabled():
             largest = x.detach().abs().amax().float()
             self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
         return x
 
+    def mix(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
+        """Return what attention adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
+        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
+        return self.attention.output.add_bias(self.leave_attention(mixed))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream, before dropout: [b, s, h] from [b, s, h]."""
+        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
+        return self.mlp.down.add_bias(expanded)
+
     def _dropped(self, x: Tensor, keys: ElementKeys | None) -> Tensor:
         return x if keys is None else drop(x, self.dropout, keys)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogicalParameter:
-    """One logical tensor, and where it is stored: rows `row_start` … of `parameter`, with all columns."""
-
-    name: str
-    parameter: nn.Parameter
-    parameter_name: str
-    row_start: int
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical tensor's shape."""
-        return (self.rows, *self.parameter.shape[1:])
-
-    @property
-    def tensor(self) -> Tensor:
-        """A view of the rows as they are stored now; writing to it writes the parameter."""
-        return self.parameter.data[self.row_start : self.row_start + self.rows]
-
-
-def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
-    """Yield every parameter's logical tensors, in the order of `decoder.named_parameters()`.
-
-    Together they cover each stored parameter's rows exactly once.
-    """
-    for stored, parameter in decoder.named_parameters():
-        row_start = 0
-        for name, rows in _rows_within(decoder, stored, parameter):
-            yield LogicalParameter(
-                name=name, parameter=parameter, parameter_name=stored, row_start=row_start, rows=rows
-            )
-            row_start += rows
-
-
-def _rows_within(decoder: Decoder, stored: str, parameter: nn.Parameter) -> Iterator[tuple[str, int]]:
-    """Yield the logical names and row counts inside one stored parameter, in order."""
-    owner_name, _, rest = stored.rpartition("attention.qkv.")
-    if owner_name:
-        attention = cast(Attention, decoder.get_submodule(f"{owner_name}attention"))
-        for part, heads in (
-            ("query", attention.heads),
-            ("key", attention.kv_heads),
-            ("value", attention.kv_heads),
-        ):
-            yield f"{owner_name}attention.{part}.{rest}", heads * attention.head_dim
-        return
-    owner_name, _, rest = stored.rpartition("mlp.expand.")
-    if owner_name:
-        parts = ("gate", "up") if decoder.model.section.activation == "swiglu" else ("up",)
-        for part in parts:
-            yield f"{owner_name}mlp.{part}.{rest}", parameter.shape[0] // len(parts)
-        return
-    yield stored, parameter.shape[0]
 
 
 def _norm(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> nn.Module:

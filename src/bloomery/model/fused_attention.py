@@ -1,8 +1,8 @@
 """Fused attention on GPUs (scores never in memory) with ALiBi, document masks and dropout.
 
 torch's fused kernels know neither ALiBi nor documents nor dropout by address, other than as a mask of all
-scores; these do. Plain causal attention is left to torch, whose kernels for it are faster. Legend: b batch, s
-positions, d head width.
+scores; these do. Plain causal attention is computed by whatever is the quickest (`attention_choice`). Legend:
+b batch, s positions, d head width.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def document_ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
 def supports_tiled_attention(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether `tiled_attention` can compute heads of this width and dtype on this device.
 
-    Compiled code cannot ask.
+    Code compiled for a GPU cannot ask. A model that is compiled whole for a CPU does, and torch.compile
+    cannot follow the search for a compiler: so that is the last question.
     """
     narrow = dtype in (torch.bfloat16, torch.float16)
-    return has_triton() and device.type == "cuda" and narrow and width <= MOST_WIDTH
+    return device.type == "cuda" and narrow and width <= MOST_WIDTH and has_triton()
 
 
 def tiled_attention(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bloomery.model.decoder import Decoder, logical_parameters
 from bloomery.model.shape import ResolvedModel, is_residual_output
 
 ROWS_PER_BLOCK = 64
@@ -35,44 +34,6 @@ class InitialRule:
 
     kind: str
     scale: float
-
-
-def initialise(decoder: Decoder, *, seed: int) -> None:
-    """Give every parameter of `decoder` its initial value, in place and in its own dtype."""
-    for logical in logical_parameters(decoder):
-        fill_initial(
-            logical.tensor,
-            logical.name,
-            global_shape=logical.shape,
-            offset=(0,) * len(logical.shape),
-            model=decoder.model,
-            seed=seed,
-        )
-
-
-def fill_initial(
-    tensor: Tensor,
-    name: str,
-    *,
-    global_shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    model: ResolvedModel,
-    seed: int,
-) -> None:
-    """Write the initial values of a box of the logical tensor `name` into `tensor`, in place, in its dtype.
-
-    global_shape: of the whole tensor; offset: of the box in it. A few rows exist whole at a time, so a part
-    of a large tensor is made without the whole.
-    """
-    rule = initial_rule(name, model)
-    columns = tuple(
-        slice(start, start + size) for start, size in zip(offset[1:], tensor.shape[1:], strict=True)
-    )
-    for first in range(0, tensor.shape[0], ROWS_PER_BLOCK):
-        part = tensor[first : first + ROWS_PER_BLOCK]
-        rows = range(offset[0] + first, offset[0] + first + part.shape[0])
-        values = initial_rows(name, global_shape, rows=rows, rule=rule, seed=seed)
-        part.copy_(torch.from_numpy(np.ascontiguousarray(values[:, *columns])))
 
 
 def initial_rule(name: str, model: ResolvedModel) -> InitialRule:
@@ -97,11 +58,31 @@ def initial_rows(
 
     shape: shape of the whole logical tensor.
     """
-    assert rows.step == 1 and 0 <= rows.start <= rows.stop <= shape[0]
     values = np.empty((len(rows), *shape[1:]), dtype=np.float32)
+    columns = tuple(slice(0, size) for size in shape[1:])
+    write_values(values, name, shape, rows=rows, columns=columns, rule=rule, seed=seed)
+    return values
+
+
+def write_values(
+    values: np.ndarray,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    rows: range,
+    columns: tuple[slice, ...],
+    rule: InitialRule,
+    seed: int,
+) -> None:
+    """Write the values of `rows` and `columns` of the logical tensor `name` into `values`, fp32.
+
+    shape: shape of the whole logical tensor. columns: one slice for each dim but the first.
+    Whole blocks are drawn in place; of a part of a block all numbers are drawn, and the part is copied.
+    """
+    assert rows.step == 1 and 0 <= rows.start <= rows.stop <= shape[0]
     if rule.kind == "constant":
         values.fill(rule.scale)
-        return values
+        return
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     for block in range(rows.start // ROWS_PER_BLOCK, -(-rows.stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
@@ -109,17 +90,25 @@ def initial_rows(
         start, stop = max(first, rows.start), min(last, rows.stop)
         # 2**128 numbers lie between two blocks' counters, so they never meet.
         generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, block, 0]))
-        drawn = _draw(generator, (last - first, *shape[1:]), rule)
-        values[start - rows.start : stop - rows.start] = drawn[start - first : stop - first]
-    return values
+        wanted = values[start - rows.start : stop - rows.start]
+        whole = (last - first, *shape[1:])
+        if wanted.shape == whole and wanted.flags.c_contiguous:
+            _draw(generator, wanted, rule)
+        else:
+            drawn = np.empty(whole, dtype=np.float32)
+            _draw(generator, drawn, rule)
+            wanted[...] = drawn[start - first : stop - first, *columns]
 
 
-def _draw(generator: np.random.Generator, shape: tuple[int, ...], rule: InitialRule) -> np.ndarray:
+def _draw(generator: np.random.Generator, values: np.ndarray, rule: InitialRule) -> None:
+    """Draw numbers into `values`; several threads may at once, since NumPy holds no lock meanwhile."""
     if rule.kind == "normal":
-        return generator.standard_normal(shape, dtype=np.float32) * np.float32(rule.scale)
-    return (generator.random(shape, dtype=np.float32) * np.float32(2.0) - np.float32(1.0)) * np.float32(
-        rule.scale
-    )
+        generator.standard_normal(out=values, dtype=np.float32)
+    else:
+        generator.random(out=values, dtype=np.float32)
+        values *= np.float32(2.0)
+        values -= np.float32(1.0)
+    values *= np.float32(rule.scale)
 
 
 SMOOTHING = 1.0

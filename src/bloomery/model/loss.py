@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from bloomery.kernels.available import has_triton
 from bloomery.model.layers import MatmulMode, linear
 from bloomery.model.native_kernels import entropy_gradient, has_amx
+from bloomery.model.products import add_product, rounded_product
 
 IGNORED = -100
 
@@ -158,7 +159,7 @@ class _Loss(torch.autograd.Function):
         scaled_hidden = (hidden_gradient * scale).to(hidden_gradient.dtype)
         return (
             scaled_hidden,
-            (weight_gradient * scale).to(ctx.weight_dtype),
+            rounded_product(weight_gradient, scale, ctx.weight_dtype),
             None,
             None,
             None,
@@ -222,15 +223,15 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from bloomery.kernels.triton_loss import write_loss_gradient  # only where Triton is
 
+    assert hidden.shape[0], "a batch has at least one token"
     by_hidden, by_weight, *_ = _room(hidden, weight)
-    by_weight.zero_()
     terms = torch.empty(2, hidden.shape[0], device=hidden.device)
     for first in range(0, hidden.shape[0], chunk):
         at = slice(first, first + chunk)
         logits = hidden[at] @ weight.t()  # [chunk, v], from the next line on their gradient
         write_loss_gradient(logits, targets[at], z_loss, terms[0, at], terms[1, at])
         torch.mm(logits, weight, out=by_hidden[at])
-        by_weight.add_(logits.t() @ hidden[at])
+        add_product(by_weight, logits.t(), hidden[at], is_first=first == 0)
     return by_hidden, by_weight, terms[0].sum(), terms[1].sum()
 
 

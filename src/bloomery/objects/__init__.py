@@ -88,7 +88,7 @@ class Objects:
 
     Methods raise FileNotFoundError where there is no such object, and StoreUnreachable when it could not be
     learned for `patience_s`. create: make the directory of a file:// URL. Raises StorageError for a URL that
-    cannot be used, and OfflineRefused.
+    cannot be used, for writes to a file:// URL whose directory is gone, and OfflineRefused.
     """
 
     def __init__(self, url: str, *, patience_s: float = PATIENCE_S, create: bool = True) -> None:
@@ -285,15 +285,17 @@ class Objects:
             yield memoryview(piece)
 
     def _written(self, key: str, write: Callable[[], Result]) -> Result:
-        """Write an object, and return what `write` returns once the object outlives a power cut.
+        """Return what `write` returns once the object outlives a power cut.
 
         A store answers when it does; of a disk, the file is synced, and so are the names that lead to it.
         """
 
         def write_durably() -> Result:
+            if self._disk is None:
+                return write()
+            _refuse_no_directory(self.url)  # a write would make it, where a disk was mounted above
             result = write()
-            if self._disk is not None:
-                self._disk.keep(key)
+            self._disk.keep(key)
             return result
 
         return self._patiently(key, write_durably)
@@ -375,10 +377,9 @@ def directory_of(url: str) -> Path:
 
 
 def _refuse_no_directory(url: str) -> None:
-    path = directory_of(url)
-    if not path.is_dir():
+    if not (path := directory_of(url)).is_dir():
         problem = "is no directory" if path.exists() else "does not exist"
-        raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path.")
+        raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path. Is its disk mounted?")
 
 
 def _is_etag(mark: str) -> bool:

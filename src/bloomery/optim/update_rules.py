@@ -26,7 +26,10 @@ class FlatAdamW:
     that is not compiled.
     updates: fp32 scalar on the device, the number of this update for the bias correction. The caller counts,
     because buffers of one rule share it.
+    divides: whether `step` may be called for some elements after others.
     """
+
+    divides = True
 
     def __init__(
         self,
@@ -45,17 +48,20 @@ class FlatAdamW:
         self._updates = updates
 
     @torch.no_grad()
-    def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
+    def step(self, facts: GradientFacts, *, learning_rate: float, elements: range | None = None) -> None:
         """Make one update with the gradient times `facts.coefficient`; make none if `facts.applies` is
         false.
+
+        elements: those to update; None for all.
         """
+        part = slice(None) if elements is None else slice(elements.start, elements.stop)
         # The fused kernel divides by grad_scale and leaves everything as it was where found_inf is 1:
         # GradScaler's contract with it, and the only gate without a host sync.
         usable = torch.where(facts.applies, facts.coefficient, torch.ones_like(facts.coefficient))
         torch_private.fused_adamw(
-            self._master,
-            self._gradient,
-            (self.first_moment, self.second_moment),
+            self._master[part],
+            self._gradient[part],
+            (self.first_moment[part], self.second_moment[part]),
             self._updates,
             learning_rate=learning_rate,
             betas=self._betas,
@@ -78,6 +84,8 @@ class FlatMuon:
     their root mean square is that of AdamW and one learning rate serves both (Liu et al., 2025).
     """
 
+    divides = False  # whole matrices are orthogonalised
+
     def __init__(
         self,
         master: Tensor,
@@ -98,10 +106,13 @@ class FlatMuon:
         self._iterations, self._matmul_dtype = iterations, matmul_dtype
 
     @torch.no_grad()
-    def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
+    def step(self, facts: GradientFacts, *, learning_rate: float, elements: range | None = None) -> None:
         """Make one update with the gradient times `facts.coefficient`; make none if `facts.applies` is
         false.
+
+        elements: all of them, as `FlatAdamW` takes some.
         """
+        assert elements is None or elements == range(self._master.numel()), "Muon updates whole matrices"
         gradient = torch.where(facts.applies, self._gradient * facts.coefficient, 0.0)
         momentum = torch.where(facts.applies, self._momentum, 1.0)
         self.momentum_buffer.mul_(momentum).add_(gradient)

@@ -113,10 +113,14 @@ class Axis:
             return PendingCollective(works=tuple(self._reduce_to_owners(flat, elements)))
 
     def _reduce_to_owners(self, flat: Tensor, elements: range) -> Iterator[dist.Work]:
+        for index, part in self._parts_of_shards(flat, elements):
+            yield dist.reduce(part, dst=self.ranks[index], group=self.group, async_op=True)
+
+    def _parts_of_shards(self, flat: Tensor, elements: range) -> Iterator[tuple[int, Tensor]]:
+        """Divide `elements` of `flat` by the rank in whose shard they are: yield its index and the part."""
         size = flat.numel() // self.degree
         for index in range(elements.start // size, -(-elements.stop // size)):
-            part = flat[max(elements.start, index * size) : min(elements.stop, (index + 1) * size)]
-            yield dist.reduce(part, dst=self.ranks[index], group=self.group, async_op=True)
+            yield index, flat[max(elements.start, index * size) : min(elements.stop, (index + 1) * size)]
 
     def all_gather(self, flat: Tensor) -> None:
         """Fill `flat` with every rank's shard of it, in place. Collective over the axis."""
@@ -124,13 +128,23 @@ class Axis:
             with raising_rank_lost():
                 _all_gather(flat, self.local_shard(flat), group=self.group)
 
-    def begin_all_gather(self, flat: Tensor) -> PendingCollective:
-        """Begin what `all_gather` does. The tensor must be left alone until it was waited for."""
+    def begin_all_gather(self, flat: Tensor, elements: range | None = None) -> PendingCollective:
+        """Begin what `all_gather` does, for some elements alone: each comes from the rank of its shard.
+
+        elements: None for all. They must be left alone until they were waited for.
+        """
         if self.degree == 1:
             return PendingCollective()
         with raising_rank_lost():
-            own = self.local_shard(flat)
-            return PendingCollective(works=(_all_gather(flat, own, group=self.group, async_op=True),))
+            if elements is None or len(elements) == flat.numel():
+                own = self.local_shard(flat)
+                return PendingCollective(works=(_all_gather(flat, own, group=self.group, async_op=True),))
+            return PendingCollective(
+                works=tuple(
+                    dist.broadcast(part, src=self.ranks[index], group=self.group, async_op=True)
+                    for index, part in self._parts_of_shards(flat, elements)
+                )
+            )
 
 
 SINGLE_RANK_AXIS = Axis()

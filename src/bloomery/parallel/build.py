@@ -16,30 +16,29 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.evaluate.scoring import Entropy, entropy
+from bloomery.events.machine import processors_of_a_rank
 from bloomery.model.decoder import Decoder, build
-from bloomery.model.dropout import DropoutAddress, dropout_address
-from bloomery.model.initial_values import bigram_factors, fill_initial
+from bloomery.model.fp8_scaling import Scaling
+from bloomery.model.initial_filling import InitialBox, fill_initial
+from bloomery.model.initial_values import bigram_factors
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
-from bloomery.model.loss import IGNORED, LossSums
+from bloomery.model.loss import IGNORED
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.flat import WeightStorage
 from bloomery.parallel.inner_sizes import InnerSizes
+from bloomery.parallel.local_loss import LocalLoss, micro_batch_loss, tensor_loss_of
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import QueryKeyClip
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.rank_zero_task import ReportProgress
-from bloomery.parallel.recompute import compile_by_block, compiled_function, set_recompute
+from bloomery.parallel.recompute import compile_by_block, set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
+from bloomery.parallel.scaled_weights import NarrowWeights, narrow_weights
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
-
-LocalLoss = Callable[[MicroBatch, int], LossSums]
-"""(micro-batch, completed steps) → sums over its tokens."""
-TensorLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossSums]
-"""(tokens, targets, documents, dropout rows) → sums over the tokens."""
 
 
 @dataclass(kw_only=True)
@@ -63,10 +62,12 @@ class TrainingModel:
     inner_sizes: measures inner tensors where that is asked for.
     compiled: whether any part of it is compiled with torch.compile.
     compiles_blocks: whether each block is compiled by itself (`compile_by_block`).
+    fp8_scaling: what shares a scale where matmuls have factors of 8 bits.
     """
 
     decoder: Decoder
     weights: MasterWeights
+    fp8_weights: NarrowWeights
     loss: LocalLoss
     mesh: Mesh
     recompute: Mapping[int, str]
@@ -76,6 +77,7 @@ class TrainingModel:
     inner_sizes: InnerSizes | None
     compiled: bool
     compiles_blocks: bool
+    fp8_scaling: Scaling = "tensor"
     current: SettingsInForce = field(default_factory=SettingsInForce)
 
     def clip_queries(self, limit: float) -> None:
@@ -148,7 +150,8 @@ class TrainingModel:
                 self.weights.set_working_dtype(dtype)
             set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
-                use_fp8_matmuls(self.decoder.blocks)
+                use_fp8_matmuls(self.decoder.blocks, self.fp8_scaling)
+            self.fp8_weights.use(wanted=precision == "fp8")
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(
@@ -165,17 +168,21 @@ class TrainingModel:
         model = self.decoder.model
         from_bigrams = model.section.embedding_init == "bigram"
         counted = ("embedding.weight", "head.weight") if from_bigrams else ()
-        for entry in self.weights.state_entries():
-            name = entry.name.removeprefix("model.")
-            if name not in counted:
-                fill_initial(
-                    entry.tensor,
-                    name,
-                    global_shape=entry.global_shape,
-                    offset=entry.box.offset,
-                    model=model,
-                    seed=seed,
-                )
+        boxes = (
+            InitialBox(
+                tensor=entry.tensor,
+                name=entry.name.removeprefix("model."),
+                global_shape=entry.global_shape,
+                offset=entry.box.offset,
+            )
+            for entry in self.weights.state_entries()
+        )
+        fill_initial(
+            (box for box in boxes if box.name not in counted),
+            model=model,
+            seed=seed,
+            threads=round(processors_of_a_rank()),
+        )
         if counted:
             self._fill_from_bigrams(
                 counted,
@@ -244,6 +251,7 @@ def build_training_model(
     compiled: bool,
     resets_positions: bool = False,
     precision: str = "fp32",
+    fp8_scaling: Scaling = "tensor",
 ) -> TrainingModel:
     """Build this rank's part of the model on its device. Collective over the peer.
 
@@ -255,6 +263,7 @@ def build_training_model(
     compiled: whether to use torch.compile.
     resets_positions: whether learned positions count within documents.
     precision: the first phase's, so that the working weights are not made twice.
+    fp8_scaling: what shares a scale in phases of 'fp8'.
     """
     padded_vocabulary = vocabulary if model.vocabulary == "auto" else model.vocabulary
     stages = stages_of(model, parallel, vocabulary=padded_vocabulary, sequence_length=sequence_length)
@@ -285,11 +294,14 @@ def build_training_model(
         )
         pipeline = Pipeline(mesh, stages, schedule=parallel.schedule, computation=computation)
     compiles = "whole" if as_a_whole else "loss" if compiled and mesh.tensor.degree == 1 else ""
-    tensor_loss = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiles=compiles)
+    tensor_loss = tensor_loss_of(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiles=compiles)
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
-        loss=_micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
+        fp8_weights=narrow_weights(
+            decoder, weights, mesh=mesh, parallel=parallel, scaling=fp8_scaling, compiled=compiled
+        ),
+        loss=micro_batch_loss(tensor_loss, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
         recompute=_recompute_by_block(own_stages, parallel),
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
@@ -300,6 +312,7 @@ def build_training_model(
         ),
         compiled=compiled,
         compiles_blocks=by_block,
+        fp8_scaling=fp8_scaling,
     )
     training_model.set_phase(precision=precision, recompute="none")
     return training_model
@@ -333,6 +346,7 @@ def _split_into_masters(
         names=tuple(logical_shapes(decoder.model)),
         bucket_bytes=round(parallel.bucket_mb * 1e6),
         overlaps=parallel.overlap,
+        prefetch_blocks=parallel.prefetch_blocks,
     )
 
 
@@ -349,39 +363,3 @@ def _empty_batch(decoder: Decoder) -> MicroBatch:
     return MicroBatch(
         tokens=tokens, targets=torch.full_like(tokens, IGNORED), documents=None, samples=samples
     )
-
-
-def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str) -> TensorLoss:
-    """The loss as a function of only tensors, which torch.compile can compile.
-
-    compiles: 'whole' for the forward and the loss together, 'loss' for only the loss, '' for nothing.
-    """
-    loss_of_hidden = compiled_function(decoder.loss) if compiles == "loss" else decoder.loss
-
-    def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
-        address = None if rows is None else DropoutAddress(rows=rows)
-        hidden = decoder(tokens, documents=documents, address=address)
-        return loss_of_hidden(hidden, targets, z_loss=z_loss, chunk=chunk)
-
-    return compiled_function(loss) if compiles == "whole" else loss
-
-
-def _micro_batch_loss(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:
-    """The loss of a micro-batch.
-
-    dropout_seed: None for no dropout. Its address is hashed here, outside of compiled code.
-    reports: whether this rank reports the loss's terms; tensor-parallel ranks all compute the same ones.
-    """
-
-    def of_micro_batch(batch: MicroBatch, step: int) -> LossSums:
-        rows = None
-        if dropout_seed is not None:
-            positions = range(batch.tokens.shape[1])
-            rows = dropout_address(
-                seed=dropout_seed, step=step, samples=batch.samples, positions=positions
-            ).rows
-        sums = loss(batch.tokens, batch.targets, batch.documents, rows)
-        nothing = torch.zeros_like(sums.z)
-        return sums if reports else LossSums(sums.total, nothing, nothing)
-
-    return of_micro_batch

@@ -7,7 +7,7 @@ gradients, 3 also working weights. Gradients are summed in fp32.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakMethod
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from bloomery.model.decoder import Decoder
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.accumulate import add_gradient
 from bloomery.parallel.axis import PendingCollective
+from bloomery.parallel.host_copies import HostLink, OffloadedShard
 from bloomery.parallel.mesh import Mesh
 
 
@@ -70,6 +72,8 @@ class FlatGroup:
     working: the whole group in the working precision, of which the module's parameters are views. In fp32,
         without sharding or offloading, it is the master itself.
     shards_weights: whether `working` is gathered from the shards of several ranks each time (ZeRO 3).
+    reads_masters: whether what computes reads the masters instead, so that `working` gets no memory where it
+        is freed between blocks.
     frees_weights: whether `working` has memory only between `all_gather_weights` and `free_weights`: with
         ZeRO 3, and where it is rounded from the masters block by block.
     """
@@ -82,9 +86,10 @@ class FlatGroup:
         mesh: Mesh,
         storage: WeightStorage,
         in_flight: ReductionsInFlight,
+        link: HostLink,
     ) -> None:
-        """in_flight: takes the sums of sharded gradients, of all groups."""
-        zero, offload = storage.zero, storage.offload
+        """in_flight: takes the sums of sharded gradients, of all groups. link: copies what is offloaded."""
+        zero = storage.zero
         self.layout = layout
         self._in_flight = in_flight
         self._gathering: PendingCollective | None = None
@@ -92,8 +97,9 @@ class FlatGroup:
         self._parameters = {place: parameters[place.name] for place in layout.parameters}
         device = next(iter(self._parameters.values())).device
         held_numel, numel = len(layout.held), layout.numel
-        self._device, self._offload = device, offload
-        self.master = torch.zeros(held_numel, device="cpu" if offload else device)
+        self._device = device
+        self._offloaded = OffloadedShard(held_numel, link=link) if storage.offload else None
+        self.master = self._offloaded.master if self._offloaded else torch.zeros(held_numel, device=device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
         self.shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
         self._rounds_by_block = storage.rounds_by_block and layout.bucket != ""
@@ -105,13 +111,14 @@ class FlatGroup:
             if self._summed is None
             else mesh.shard.local_shard(self._summed)
         )
-        self.gradient = torch.zeros_like(self.master) if offload else self.reduced_gradient
+        self.gradient = self._offloaded.gradient if self._offloaded else self.reduced_gradient
         self._placements = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._awaited: set[nn.Parameter] = set()
         self._reduced_once = False
         self._arrived: set[nn.Parameter] = set()
         self.working = self.master
+        self.reads_masters = False
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -124,11 +131,11 @@ class FlatGroup:
         return self.shards_weights or (self._rounds_by_block and self.working is not self.master)
 
     def set_working_dtype(self, working: torch.dtype) -> None:
-        """Give the parameters memory for weights of another precision; `copy_masters_to_working` fills it.
+        """Give the parameters memory for weights of another precision; `round_masters` fills it.
 
         Weights that are freed have no memory until they are gathered, so that no rank ever holds all of them.
         """
-        if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offload:
+        if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offloaded:
             self.working = self.master
         else:
             self.working = torch.empty(self.layout.numel, dtype=working, device=self._device)
@@ -136,15 +143,54 @@ class FlatGroup:
             parameter.data = self.working[place.start : place.start + place.numel].view(place.shape)
         self.free_weights()
 
+    @property
+    def gathers_after_update(self) -> bool:
+        """Whether working weights are gathered from shards once after each update, and then kept."""
+        return self._mesh.shard.degree > 1 and not self.shards_weights
+
     @torch.no_grad()
-    def copy_masters_to_working(self) -> None:
-        """Round the masters to the working weights. Collective over the shard axis."""
-        if self.working is self.master:
-            return
+    def round_masters(self) -> None:
+        """Round the masters to this rank's shard of the working weights, or free those that are freed."""
         if self.frees_weights:
             self.free_weights()
+        elif self._offloaded:
+            self._offloaded.finish_up(self._mesh.shard.local_shard(self.working))
+        elif self.working is not self.master:
+            self._mesh.shard.local_shard(self.working).copy_(self.master)
+
+    @torch.no_grad()
+    def parts_to_update(self, *, divides: bool) -> Iterator[range]:
+        """Yield the elements of the masters to update, each once its gradient is beside it.
+
+        What is offloaded comes in pieces, and each goes to the device when the next is asked for.
+        divides: whether the update may be made piece by piece.
+        """
+        whole = range(self.master.numel())
+        if self._offloaded is None:
+            yield whole
             return
-        self._fill_working()
+        for elements in self._offloaded.pieces if divides else (whole,):
+            self._offloaded.wait_for_gradient(elements)
+            yield elements
+            if not self.frees_weights:
+                self._offloaded.begin_up(elements, self._mesh.shard.local_shard(self.working))
+
+    def wait_for_gradient(self) -> None:
+        """Wait until `gradient` is there, which may be on its way to the CPU's memory."""
+        if self._offloaded:
+            self._offloaded.wait_for_gradient()
+
+    def before_masters_change(self) -> None:
+        """Wait until no copy of the masters is under way; call it before changing them beside an update."""
+        if self._offloaded:
+            self._offloaded.forget_up()
+
+    def begin_gathering_range(self, elements: range) -> PendingCollective:
+        """Begin to gather these elements of the working weights, where they are gathered after an update.
+
+        Collective over the shard axis; `round_masters` comes first.
+        """
+        return self._mesh.shard.begin_all_gather(self.working, elements)
 
     @torch.no_grad()
     def begin_gathering(self) -> None:
@@ -152,12 +198,16 @@ class FlatGroup:
 
         Collective over the shard axis; of one rank, it rounds the masters.
         """
-        if self.frees_weights:
+        if self.frees_weights and not self.reads_masters:
             storage = self.working.untyped_storage()
             if storage.size() == 0:
                 self._arrived.clear()  # a backward that did not reach all parameters may have left some
                 storage.resize_(self.working.numel() * self.working.element_size())
-                self._mesh.shard.local_shard(self.working).copy_(self.master)
+                own = self._mesh.shard.local_shard(self.working)
+                if self._offloaded:
+                    self._offloaded.round_in_order(own)
+                else:
+                    own.copy_(self.master)
                 self._gathering = self._mesh.shard.begin_all_gather(self.working)
 
     def all_gather_weights(self) -> None:
@@ -206,12 +256,8 @@ class FlatGroup:
             self._summed = torch.zeros(self.layout.numel, device=self._device)
             self._untouched, self._awaited = set(self._placements), set(self._placements)
         destination = self._summed[place.start : place.start + place.numel].view(place.shape)
-        if parameter in self._untouched:
-            # Copying saves a pass over memory that zeroing and adding would take.
-            destination.copy_(parameter.grad)
-            self._untouched.discard(parameter)
-        else:
-            destination.add_(parameter.grad)
+        add_gradient(destination, parameter.grad, is_first=parameter in self._untouched)
+        self._untouched.discard(parameter)
         parameter.grad = None
         if is_last:
             self._awaited.discard(parameter)
@@ -256,9 +302,9 @@ class FlatGroup:
         self.copy_reduced_gradient()
 
     def copy_reduced_gradient(self) -> None:
-        """Copy `reduced_gradient` to `gradient` if that is in the CPU's memory."""
-        if self._offload:
-            self.gradient.copy_(self.reduced_gradient)
+        """Begin to copy `reduced_gradient` to `gradient` if that is in the CPU's memory."""
+        if self._offloaded:
+            self._offloaded.begin_down(self.reduced_gradient)
 
     def _reduce_to_shards(self) -> None:
         assert self._summed is not None
@@ -287,46 +333,6 @@ class FlatGroup:
         if self._gathering is not None:
             self._gathering.wait_for_collective()
             self._gathering = None
-
-    def _fill_working(self) -> None:
-        self._mesh.shard.local_shard(self.working).copy_(self.master)
-        self._mesh.shard.all_gather(self.working)
-
-
-def gather_around(
-    block: nn.Module,
-    groups: Sequence[FlatGroup],
-    *,
-    before: Sequence[FlatGroup] = (),
-    after: Sequence[FlatGroup] = (),
-) -> None:
-    """Hook a block so that its weights are gathered for its forward and its backward, and freed after each.
-
-    groups: those with the block's parameters. before, after: those of the blocks before and after it, which a
-    backward or a forward needs next: they are gathered while this block is computed. A forward or backward is
-    then collective over the shard axis.
-    """
-
-    def gather(following: Sequence[FlatGroup]) -> None:
-        for group in groups:
-            group.all_gather_weights()
-        for group in following:
-            group.begin_gathering()
-
-    def before_forward(module: nn.Module, inputs: object) -> None:
-        gather(after)
-
-    def before_backward(gradient: Tensor) -> None:
-        gather(before)
-
-    def after_forward(module: nn.Module, inputs: object, output: Tensor) -> None:
-        for group in groups:
-            group.free_weights()
-        if output.requires_grad:
-            output.register_hook(before_backward)
-
-    block.register_forward_pre_hook(before_forward)
-    block.register_forward_hook(after_forward)
 
 
 def weak_hook(method: Callable[[nn.Parameter], None]) -> Callable[[Tensor], None]:

@@ -79,8 +79,10 @@ class Optimizers:
         facts = facts.to(self._weights.master[0].device)
         for updates in self._updates.values():
             updates += 1
-        for group, optimizer in zip(self._weights.layouts, self._optimizers, strict=True):
-            optimizer.step(facts, learning_rate=learning_rate * self._peaks[group.rule] / self._peak)
+        for index, optimizer in enumerate(self._optimizers):
+            rate = learning_rate * self._peaks[self._weights.layouts[index].rule] / self._peak
+            for elements in self._weights.parts_to_update(index, divides=optimizer.divides):
+                optimizer.step(facts, learning_rate=rate, elements=elements)
         for updates in self._updates.values():
             updates -= (~facts.applies).float()
 
@@ -192,7 +194,8 @@ class QueryKeyClip:
     """
 
     def __init__(self, decoder: Decoder, weights: MasterWeights, *, mesh: Mesh, optim: OptimSection) -> None:
-        self._own, self._threshold, self._mesh = optim.qk_clip, 0.0, mesh
+        self._own, self._threshold = optim.qk_clip, 0.0
+        self._weights, self._mesh = weights, mesh
         self._stride = optim.qk_clip_stride
         self._shares_keys = decoder.model.kv_heads != decoder.model.section.heads
         self._maxima: list[Tensor] = []
@@ -236,6 +239,7 @@ class QueryKeyClip:
         """
         if not self._threshold:
             return
+        self._weights.before_masters_change()
         maxima = torch.stack(self._maxima)  # [blocks, heads]
         self._mesh.data.all_reduce(maxima, maximum=True)
         clips = applies & torch.isfinite(maxima) & (maxima > self._threshold)

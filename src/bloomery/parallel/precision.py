@@ -1,4 +1,4 @@
-"""Mixed precision: fp32 master weights, fp32 gradient accumulation, and the loss scale of fp16.
+"""Mixed precision: fp32 master weights and fp32 gradient accumulation.
 
 After Micikevicius et al. 2018, "Mixed Precision Training": the model computes with working weights that are
 rounded from the masters after each update.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,22 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from bloomery import torch_private
-from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry, whole
+from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.model.layers import matmul_mode_for
 from bloomery.optim.clip import CountedGradient, GradientFacts, examine, squared_norms
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
+from bloomery.parallel.block_weights import gather_around_blocks
 from bloomery.parallel.flat import (
     WHOLE_ON_DEVICE,
     FlatGroup,
     ReductionsInFlight,
     WeightStorage,
-    gather_around,
     tied_head_of,
     weak_hook,
 )
 from bloomery.parallel.gradient_buckets import GradientBuckets
+from bloomery.parallel.host_copies import link_to
+from bloomery.parallel.host_numbers import to_device
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.updated_weights import UpdatedWeights
 
 PEAK_PROBE_S = 0.15  # for which matmuls are repeated
 DTYPES: dict[str, torch.dtype] = {
@@ -85,12 +88,15 @@ class MasterWeights:
     as soon as backward has made it.
 
     master: the fp32 values, which are updated, saved and exported; one buffer for each group.
-    gradient: the fp32 gradients; those of the global batch after `reduce`.
+    gradient: the fp32 gradients; those of the global batch after `reduce`, and `wait_for_gradients` where
+        they are in the CPU's memory.
     layouts: what lies where in each group's buffers.
     names: of the logical tensors of the whole model, in an order that all ranks share.
     dtype: of the working weights.
+    updated: gathers working weights after an update.
     scope: whether the masters are equal on all peers of an elastic run ('shared'), or this peer's own
         ('peer').
+    after_rounding: is called when the masters have changed and were rounded. Collective over the peer.
     """
 
     def __init__(
@@ -104,8 +110,11 @@ class MasterWeights:
         names: Sequence[str] | None = None,
         bucket_bytes: int = 0,
         overlaps: bool = True,
+        prefetch_blocks: int = 1,
     ) -> None:
         """working: dtype of the working weights. bucket_bytes, overlaps: see `GradientBuckets`.
+
+        prefetch_blocks: how many blocks ahead sharded weights are gathered, where it overlaps.
 
         names: of the logical tensors of the whole model, on all ranks in one order; None where this rank has
             them all.
@@ -115,7 +124,8 @@ class MasterWeights:
         self.names = tuple(own_names if names is None else names)
         parameters = dict(module.named_parameters())
         in_flight = ReductionsInFlight(1 if overlaps else 0)
-        make = partial(FlatGroup, mesh=mesh, storage=storage, in_flight=in_flight)
+        link = link_to(mesh.device)
+        make = partial(FlatGroup, mesh=mesh, storage=storage, in_flight=in_flight, link=link)
         self._groups = [make(layout, parameters) for layout in layouts]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.buckets = GradientBuckets(
@@ -124,18 +134,22 @@ class MasterWeights:
         self._tap: GradientTap | None = None
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
+        self.after_rounding: Callable[[], None] = lambda: None
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._accumulate))
         self._tied_head = tied_head_of(module, mesh, partial(self._accumulate, is_last=False))
         if storage.zero == 3 or storage.rounds_by_block:
-            # Rounding takes the device as much time ahead of a block as before it, and holds two blocks.
-            self._gather_around_blocks(module, ahead=overlaps and self.gathers_weights)
+            # Rounding takes the device as much time ahead of a block as before it, and holds more blocks.
+            ahead = prefetch_blocks if overlaps and self.gathers_weights else 0
+            gather_around_blocks(module, self._groups, ahead=ahead)
+        self.updated = UpdatedWeights(self._groups, module, bucket_bytes=bucket_bytes, overlaps=overlaps)
         self.set_working_dtype(working)
 
     def set_working_dtype(self, working: torch.dtype) -> None:
         """Round the masters to working weights of another dtype. Collective over the peer."""
+        self.updated.finish()
         self.dtype = working
         for group in self._groups:
             group.set_working_dtype(working)
@@ -145,7 +159,11 @@ class MasterWeights:
 
     @property
     def working(self) -> list[Tensor]:
-        """The flat buffers of which the module's parameters are views, one for each group."""
+        """The flat buffers of which the module's parameters are views, one for each group.
+
+        Waits for weights that are being gathered.
+        """
+        self.updated.finish()
         return [group.working for group in self._groups]
 
     @property
@@ -153,8 +171,22 @@ class MasterWeights:
         """The gradients of this rank's shards after `reduce`, on the device, one for each group."""
         return [group.reduced_gradient for group in self._groups]
 
+    def parts_to_update(self, group: int, *, divides: bool) -> Iterator[range]:
+        """Yield the elements of a group's masters to update, as `FlatGroup.parts_to_update` does."""
+        return self._groups[group].parts_to_update(divides=divides)
+
+    def wait_for_gradients(self) -> None:
+        """Wait until `gradient` holds what was reduced; on its way to the CPU's memory it may come later."""
+        for group in self._groups:
+            group.wait_for_gradient()
+
+    def before_masters_change(self) -> None:
+        """Wait until no copy of the masters is under way; call it before changing them beside an update."""
+        for group in self._groups:
+            group.before_masters_change()
+
     def copy_reduced_gradient(self) -> None:
-        """Copy what was written to `reduced_gradient` to `gradient`, if that is in the CPU's memory."""
+        """Begin to copy what was written to `reduced_gradient` to gradients in the CPU's memory."""
         for group in self._groups:
             group.copy_reduced_gradient()
 
@@ -172,6 +204,14 @@ class MasterWeights:
     def gathers_weights(self) -> bool:
         """Whether forward and backward gather weights (ZeRO 3), and so are collective."""
         return any(group.shards_weights for group in self._groups)
+
+    def read_masters(self, groups: Set[int]) -> None:
+        """Give the working weights of these groups no memory where they are freed between blocks.
+
+        groups: indices in `layouts`. What computes then reads the masters, which must be whole.
+        """
+        for index, group in enumerate(self._groups):
+            group.reads_masters = index in groups
 
     def begin_accumulation(self, *, backwards: int) -> None:
         """Begin a step: its first backward overwrites the gradients of the last step.
@@ -206,9 +246,12 @@ class MasterWeights:
             group.end_accumulation()
 
     def copy_masters_to_working(self) -> None:
-        """Round the masters to the working weights. Collective over the peer."""
-        for group in self._groups:
-            group.copy_masters_to_working()
+        """Round the masters to the working weights. Collective over the peer.
+
+        Where it overlaps, weights that are sharded until now are gathered while the next forward begins.
+        """
+        self.updated.begin()
+        self.after_rounding()
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""
@@ -236,11 +279,13 @@ class MasterWeights:
         """
         squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         index = self._index_of_name
+        self.wait_for_gradients()
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
                 each = squared_norms([_view(gradient, place) for place in places])
-                at = torch.tensor([index[place.name] for place in places], device=self.device)
+                rows = [index[place.name] for place in places]
+                at = to_device(rows, dtype=torch.int64, device=self.device)
                 squares.index_add_(0, at, each.to(self.device))
         return self._mesh.all_reduce(squares).sqrt().float()
 
@@ -256,8 +301,9 @@ class MasterWeights:
             ]
             if held:
                 each = squared_norms([_view(master, place) for _, place in held])
-                both = torch.stack([each, each.new_tensor([place.numel for _, place in held])])
-                at = torch.tensor([block for block, _ in held], device=self.device)
+                counts = to_device([place.numel for _, place in held], dtype=each.dtype, device=each.device)
+                both = torch.stack([each, counts])
+                at = to_device([block for block, _ in held], dtype=torch.int64, device=self.device)
                 squares.index_add_(1, at, both.to(self.device))
         self._mesh.all_reduce(squares)
         return (squares[0] / squares[1].clamp(min=1.0)).sqrt().float()
@@ -266,6 +312,7 @@ class MasterWeights:
     def scale_gradients(self, factors: Tensor) -> None:
         """Multiply each logical tensor's gradient with its factor, [n] in the order of `names`, in place."""
         index = self._index_of_name
+        self.wait_for_gradients()
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical())
             each = factors.to(gradient.device).unbind()
@@ -287,6 +334,7 @@ class MasterWeights:
 
     def gradient_entries(self) -> Iterable[StateEntry]:
         """The gradients of this rank's shards as boxes of logical tensors; valid after `reduce`."""
+        self.wait_for_gradients()
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             yield from entries_of(group, gradient, prefix="gradient", suffix="")
 
@@ -301,17 +349,6 @@ class MasterWeights:
     @property
     def _index_of_name(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
-
-    def _gather_around_blocks(self, module: nn.Module, *, ahead: bool) -> None:
-        groups: dict[str, list[FlatGroup]] = {}
-        for group in self._groups:
-            groups.setdefault(group.layout.bucket, []).append(group)
-        groups.pop("", None)  # embedding and head are gathered once for the whole step
-        blocks = {name: part for name, part in module.named_modules() if name in groups}
-        for name, block in blocks.items():
-            kind, _, index = name.rpartition(".")
-            before, after = (groups.get(f"{kind}.{int(index) + step}", []) for step in (-1, 1))
-            gather_around(block, groups[name], before=before * ahead, after=after * ahead)
 
     def _counts(self, group: GroupLayout) -> bool:
         """Whether this rank counts a group's elements: of several ranks with copies only one does."""
@@ -351,47 +388,3 @@ def entries_of(
 
 def _view(flat: Tensor, place: Placement) -> Tensor:
     return flat[place.start : place.start + place.numel].view(place.shape)
-
-
-class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2).
-
-    The scale doubles after GROWTH_INTERVAL finite steps and halves at an overflow. It is a tensor on the
-    device, so that no step waits for the host.
-    """
-
-    GROWTH_INTERVAL = 1000
-    SMALLEST, FIRST = 1.0, 2.0**16
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(self.FIRST, device=device)
-        self.good_steps = torch.tensor(0.0, device=device)
-
-    def reset(self) -> None:
-        """Take the scale of a run that begins."""
-        self.scale.fill_(self.FIRST)
-        self.good_steps.zero_()
-
-    @torch.no_grad()
-    def update(self, finite: Tensor) -> None:
-        """Adapt the scale to whether this step's gradients were finite.
-
-        finite: boolean scalar on the device.
-        """
-        good_steps = torch.where(finite, self.good_steps + 1, 0.0)
-        grow = good_steps >= self.GROWTH_INTERVAL
-        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
-        self.scale.copy_(torch.clamp(self.scale * factor, min=self.SMALLEST))
-        self.good_steps.copy_(torch.where(grow, 0.0, good_steps))
-
-    def state_entries(self) -> Iterable[StateEntry]:
-        """The scale and the counter of good steps, so that a resume need not search for the scale again."""
-        for name, tensor in (("scale", self.scale), ("good_steps", self.good_steps)):
-            yield whole(f"loss_scale.{name}", tensor, scope="peer")
-
-    def state_values(self) -> dict[str, Json]:
-        """Return no values: the whole state is in tensors."""
-        return {}
-
-    def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Do nothing: the whole state is in tensors."""

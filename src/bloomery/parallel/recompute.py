@@ -3,7 +3,9 @@
 'full' keeps only each block's input (Chen et al. 2016); 'selective' computes only scores and weights of
 attention again (Korthikanti et al. 2022, section 5); 'elementwise' keeps what matmuls, fused attention and
 collectives return, and computes norms, activations, rotations and dropout again, which cost a pass over
-memory. No random state is saved for it: dropout masks are a function of their address (`model/dropout.py`).
+memory; 'mlp' keeps the same of attention, and of the MLP only its input. Fused attention keeps no scores, so
+the MLP's wide tensors are most of what a block keeps, and cost the fewest operations for each byte. No random
+state is saved: dropout masks are a function of their address (`model/dropout.py`).
 
 torch.compile compiles each block by itself, or forward and loss as a whole.
 """
@@ -60,15 +62,16 @@ def set_recompute(
 ) -> None:
     """Set what each block computes again in its backward.
 
-    modes: 'none', 'elementwise', 'selective' or 'full', by the block's index.
+    modes: 'none', 'elementwise', 'selective', 'mlp' or 'full', by the block's index.
     splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart; the
-        configuration refuses 'elementwise' then.
+        configuration refuses 'elementwise' and 'mlp' then.
     compiles: whether each block is compiled by itself, with what it computes again.
     """
     wrap = _checkpointed_once if splits_backward else _checkpointed
     for module in decoder.blocks:
         block = cast(Block, module)
-        _unwrap(block, "forward")
+        for method in ("forward", "mix", "expand"):
+            _unwrap(block, method)
         _unwrap(block.attention, "attend")
         # `forward` is replaced, not hooked: hooks on a block, such as those that gather its weights, stay
         # outside of what is computed again, and outside of what is compiled.
@@ -76,6 +79,9 @@ def set_recompute(
             block.__dict__["forward"] = wrap(block.forward)
         elif modes[block.index] == "elementwise":
             block.__dict__["forward"] = _keeping_products(block.forward)
+        elif modes[block.index] == "mlp":
+            block.__dict__["mix"] = _keeping_products(block.mix)
+            block.__dict__["expand"] = wrap(block.expand)
         elif modes[block.index] == "selective":
             block.attention.__dict__["attend"] = wrap(block.attention.attend)
         if compiles:
@@ -123,8 +129,10 @@ def _kept_or_recomputed(_context: Any, operator: Any, *_arguments: Any, **_keywo
     """Return what torch asks for each operator of a block: whether its result is kept for the backward."""
     namespace, name = operator.name().split("::")
     is_product = namespace == "aten" and name.split(".")[0] in _PRODUCTS
-    # What a collective returns is kept, and waiting for it again costs nothing.
-    is_ours = namespace == "bloomery" or (namespace == "_c10d_functional" and name != "wait_tensor")
+    # What a collective returns is kept, and waiting for it again costs nothing. Rounding to 8 bits is a pass
+    # over memory.
+    is_ours = namespace == "bloomery" and not name.startswith("fp8_")
+    is_ours |= namespace == "_c10d_functional" and name != "wait_tensor"
     return CheckpointPolicy.MUST_SAVE if is_product or is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -15,8 +15,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
+from bloomery.model.decoder import Block, Decoder
 from bloomery.model.layers import Embedding, Linear, matmul_mode_for, rows_of, set_matmul_mode
+from bloomery.model.logical_parameters import LogicalParameter, logical_parameters
 from bloomery.model.shape import is_qk_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.axis import Axis
@@ -24,9 +25,9 @@ from bloomery.parallel.tensor_collectives import (
     EnterTensorParallelRegion,
     LeaveTensorParallelRegion,
     TensorGroup,
-    VocabularyParallelLoss,
     tensor_group_of,
 )
+from bloomery.parallel.vocabulary_loss import VocabularyParallelLoss
 from bloomery.plan.pipeline_stages import padded_rows
 
 Split = Literal["vocabulary", "rows", "columns"]
@@ -162,6 +163,7 @@ def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequ
         for part in block.modules():
             if isinstance(part, Linear):
                 part.maximum = group.maximum
+        block.attention.output.splits_input = block.mlp.down.splits_input = True
     decoder.token_loss = VocabularyParallelLoss(group, vocabulary, sequence=sequence)
 
 

@@ -278,6 +278,22 @@ def _linears(work: Workload) -> Passes:
     return Passes(forward=Spent(compute_s=forward), backward=Spent(compute_s=backward))
 
 
+def expansion(work: Workload) -> Spent:
+    """Return the cost of the MLP's first product, which 'mlp' recomputation repeats, and of its input's
+    gather under sequence parallelism.
+    """
+    gates = 2 if work.model.activation == "swiglu" else 1
+    product = matmul_s(
+        work.hardware,
+        work.precision,
+        rows=work.tokens,
+        columns=gates * ffn_width(work.model) / work.layout.tensor,
+        inner=work.model.hidden,
+    )
+    gather = _tensor_exchange_s(work) / 2 if work.layout.sequence else 0.0
+    return Spent(compute_s=product, tensor_s=gather)
+
+
 def _attention(work: Workload) -> Passes:
     hardware, model, s = work.hardware, work.model, work.sequence_length
     heads = work.micro_batch * model.heads / work.layout.tensor

@@ -7,7 +7,7 @@ peers are planned in `peer_round.py`.
 A collective has two sizes. `payload_bytes` are those of the tensor that it is about: what is all-reduced or
 reduced, the whole tensor of which ranks scatter or gather the parts, the message. `sent_bytes` are those that
 a ring puts on the wire for each rank (Thakur et al. 2005, section 4): (n - 1)/n of the payload for
-reduce_scatter, all_gather and reduce, twice that for all_reduce. n: the ranks of the group.
+reduce_scatter, all_gather, reduce and broadcast, twice that for all_reduce. n: the ranks of the group.
 
 Legend: b samples of a micro-batch, s sequence, h hidden, t tensor-parallel ranks, m micro-batches.
 """
@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection
-from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
+from bloomery.config.parallel import RECOMPUTATIONS, SPLIT_BACKWARD, ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import BYTES, ring_bytes
@@ -30,14 +30,17 @@ from bloomery.plan.ranks import Degrees
 from bloomery.plan.schedule import Phase
 from bloomery.plan.weight_buffers import WeightBuffer, tensor_count, weight_buffers
 
-Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "reduce", "send", "receive"]
+Kind: TypeAlias = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "send", "receive"
+]
 Axis: TypeAlias = Literal["tensor", "pipeline", "shard", "replica", "data", "embedding", "world"]
 """The axes of `parallel/mesh.py`; 'pipeline' also stands for the channels between its stages, and 'world' for
 all ranks."""
 
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "reduce": 1}
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "reduce": 1, "broadcast": 1}
 LINEARS = 4
-"""The linear layers of a block whose factors fp8 rounds: queries to values, output, and two of the MLP."""
+"""The linear layers of a block whose factors fp8 rounds: queries to values, output, and two of the MLP.
+Tensor parallelism splits the outputs of the first and the third, and the inputs of the others."""
 NORM_BYTES = 2 * 8
 """The sum of squares and the number of zeros of the gradients, fp64."""
 REPORT_BYTES = 14 * 8
@@ -59,7 +62,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes that this rank sends for all of them; of a reduce, the mean over its ranks."""
+        """The bytes that this rank sends for all of them; of reduce and broadcast, the mean of the ranks."""
         if self.kind in ("send", "receive"):
             return float(self.times * self.payload_bytes) if self.kind == "send" else 0.0
         return self.times * ring_bytes(self.payload_bytes, self.ranks, passes=PASSES[self.kind])
@@ -74,6 +77,7 @@ class StepShape:
         then takes its place.
     compiles: whether blocks are compiled. An eager block that drops its output computes its last collective
         again with the rest, since the mask comes after it.
+    fp8_scaling: what shares a scale where the phase multiplies in 8 bits.
     """
 
     model: ModelSection
@@ -86,6 +90,7 @@ class StepShape:
     loss_chunk: int
     scatters: bool = True
     compiles: bool = True
+    fp8_scaling: str = "tensor"
 
     @property
     def micro_batches(self) -> int:
@@ -111,8 +116,9 @@ class StepShape:
 def step_shape(recipe: Recipe, degrees: Degrees, phase: Phase, *, vocabulary: int) -> StepShape:
     """Return what a step of a recipe depends on, on machines that sum by reduce_scatter.
 
-    vocabulary: the model's, with 'auto' resolved.
+    vocabulary: the model's, with 'auto' resolved. The phase's recomputation is resolved, too.
     """
+    assert phase.recompute in RECOMPUTATIONS, "what is computed again is known"
     return StepShape(
         model=recipe.model,
         parallel=recipe.parallel,
@@ -123,6 +129,7 @@ def step_shape(recipe: Recipe, degrees: Degrees, phase: Phase, *, vocabulary: in
         sequence_length=recipe.data.sequence_length,
         loss_chunk=recipe.train.loss_chunk,
         compiles=recipe.train.compile != "off",
+        fp8_scaling=recipe.train.fp8_scaling,
     )
 
 
@@ -184,7 +191,7 @@ def _of_stage(shape: StepShape, stage: PipelineStage) -> Iterator[Collective]:
         yield from (*enters[0], *enters[1])
         tokens = shape.phase.micro_batch * shape.sequence_length
         for first in range(0, tokens, shape.loss_chunk):
-            # Log-partitions and the targets' logits, fp32.
+            # Log-partitions and the targets' logits, fp32, with a GPU's kernels as without.
             rows = min(shape.loss_chunk, tokens - first)
             yield Collective(kind="all_gather", axis="tensor", payload_bytes=t * 2 * rows * 4, ranks=t)
 
@@ -192,16 +199,20 @@ def _of_stage(shape: StepShape, stage: PipelineStage) -> Iterator[Collective]:
 def _of_block(shape: StepShape, recompute: str) -> Iterator[Collective]:
     """Yield the collectives of one block over the tensor axis, for one micro-batch."""
     enters, leaves = _region(shape)
-    of_maxima = _maxima(shape, values=2)
-    yield from (*[*enters[0], *leaves[0]] * 2, *of_maxima)
-    yield from (*[*enters[1], *leaves[1]] * 2, *_maxima(shape, values=1))
+    scales = list(_scales_of_split_factors(shape))
+    yield from (*[*enters[0], *leaves[0]] * 2, *scales * (LINEARS // 2))
+    yield from (*[*enters[1], *leaves[1]] * 2, *scales * (LINEARS // 2))
+    if recompute == "mlp":
+        # Dropout comes after what is computed again.
+        yield from (*enters[0], *scales)
     if recompute != "full":
         return  # what collectives returned is kept, or lies outside of what is computed again
     splits = shape.degrees.pipeline > 1 and shape.parallel.schedule in SPLIT_BACKWARD
     repeats_last = splits or (shape.model.hidden_dropout > 0.0 and not shape.compiles)
     # Computing again ends with the last tensor that the backward needs, which comes before the block's last
     # collective.
-    yield from (*enters[0], *leaves[0], *enters[0], *(leaves[0] if repeats_last else ()), *of_maxima)
+    yield from (*enters[0], *leaves[0], *enters[0], *(leaves[0] if repeats_last else ()))
+    yield from scales * (LINEARS // 2)
 
 
 _Passes: TypeAlias = tuple[Sequence[Collective], Sequence[Collective]]
@@ -224,13 +235,31 @@ def _region(shape: StepShape) -> tuple[_Passes, _Passes]:
     return ((), of("all_reduce")), (of("all_reduce"), ())
 
 
-def _maxima(shape: StepShape, *, values: int) -> list[Collective]:
-    """Return the maxima over parts of factors, of which fp8 takes its scales: one a linear layer and pass."""
-    if shape.phase.precision != "fp8":
-        return []
-    size = values * shape.value_bytes
-    one = Collective(kind="all_reduce", axis="tensor", payload_bytes=size, ranks=shape.degrees.tensor)
-    return [one] * LINEARS
+def _scales_of_split_factors(shape: StepShape) -> Iterator[Collective]:
+    """Yield the maxima over parts of factors of which one product in 8 bits takes its scales.
+
+    Layers with split inputs need them forward, layers with split outputs backward. Blocks are never split.
+    """
+    if shape.phase.precision != "fp8" or shape.fp8_scaling not in ("tensor", "row"):
+        return
+    sizes = [1]  # of the activation or the gradient
+    if shape.fp8_scaling == "row":
+        sizes = [shape.phase.micro_batch * shape.sequence_length]
+        if not _keeps_narrow_weights(shape):
+            sizes.append(shape.model.hidden)  # of the weight, along what is split
+    for size in sizes:
+        yield Collective(
+            kind="all_reduce",
+            axis="tensor",
+            payload_bytes=size * shape.value_bytes,
+            ranks=shape.degrees.tensor,
+        )
+
+
+def _keeps_narrow_weights(shape: StepShape) -> bool:
+    """Return whether 8-bit weights are kept between updates (`parallel/scaled_weights.py`)."""
+    parallel = shape.parallel
+    return not (parallel.zero == 3 and shape.degrees.shard > 1) and parallel.working != "by-block"
 
 
 def _messages(shape: StepShape, stage: PipelineStage) -> Iterator[Collective]:
@@ -308,10 +337,7 @@ def _to_shards(shape: StepShape, buffer: WeightBuffer, elements: range) -> Itera
     elif len(elements) == buffer.numel:
         yield one("reduce_scatter", buffer.numel)
     else:
-        for shard in range(elements.start // buffer.held, -(-elements.stop // buffer.held)):
-            part = range(
-                max(elements.start, shard * buffer.held), min(elements.stop, (shard + 1) * buffer.held)
-            )
+        for part in buffer.parts_of_shards(elements):
             yield one("reduce", len(part))
 
 
@@ -329,7 +355,44 @@ def _of_update(
     if shape.optim.qk_clip and not model.qk_norm and degrees.data > 1:
         maxima = sum(len(stage.blocks) for stage in own) * (model.heads // degrees.tensor)
         yield Collective(kind="all_reduce", axis="data", payload_bytes=4 * maxima, ranks=degrees.data)
-    if degrees.shard > 1:
-        for buffer in buffers:
-            if not _is_gathered_by_block(shape, buffer):
+    yield from _of_updated_weights(shape, buffers)
+    yield from _scales_of_weights(shape, LINEARS * sum(len(stage.blocks) for stage in own))
+
+
+def _of_updated_weights(shape: StepShape, buffers: Sequence[WeightBuffer]) -> Iterator[Collective]:
+    """Yield what gathers the weights that were updated in shards and are then kept, range by range."""
+    if shape.degrees.shard == 1:
+        return
+    bucket_bytes = round(shape.parallel.bucket_mb * 1e6)
+    for buffer in buffers:
+        if _is_gathered_by_block(shape, buffer):
+            continue
+        for elements in buffer.gathered_ranges(bucket_bytes):
+            if len(elements) == buffer.numel:
                 yield _gathered(shape, buffer)
+                continue
+            for part in buffer.parts_of_shards(elements):
+                yield Collective(
+                    kind="broadcast",
+                    axis="shard",
+                    payload_bytes=len(part) * shape.value_bytes,
+                    ranks=shape.degrees.shard,
+                )
+
+
+def _scales_of_weights(shape: StepShape, layers: int) -> Iterator[Collective]:
+    """Yield the maxima over parts of weights, fp32, of which fp8 takes the scales of all layers at once."""
+    if shape.phase.precision != "fp8" or not layers:
+        return
+    keeps_copies, degrees = _keeps_narrow_weights(shape), shape.degrees
+    one_each = shape.fp8_scaling == "tensor"
+    axes: list[tuple[Axis, int]] = []
+    if one_each or (shape.fp8_scaling == "row" and keeps_copies):
+        axes.append(("tensor", degrees.tensor))
+    if one_each and not keeps_copies:
+        axes.append(("shard", degrees.shard))
+    # The side of a matrix that is not split has as many rows as the model has channels.
+    values = layers * (1 if one_each else shape.model.hidden)
+    for axis, ranks in axes:
+        if ranks > 1:
+            yield Collective(kind="all_reduce", axis=axis, payload_bytes=4 * values, ranks=ranks)

@@ -34,6 +34,8 @@ class Layout:
     """Whether working weights are rounded from the masters for each block, instead of kept."""
     overlaps: bool = True
     """Whether gradients are summed, and sharded weights gathered, beside the computation."""
+    prefetch_blocks: int = 2
+    """How many blocks' weights ZeRO 3 gathers ahead of the one that is computed, where it overlaps."""
     schedule: str = "1f1b"
     chunks: int = 1
     per_node: int = 8
@@ -116,6 +118,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         offload=parallel.offload == "cpu",
         rounds_by_block=parallel.working == "by-block",
         overlaps=parallel.overlap,
+        prefetch_blocks=parallel.prefetch_blocks,
         schedule=parallel.schedule,
         chunks=chunks,
         per_node=per_node,

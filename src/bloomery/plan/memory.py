@@ -6,6 +6,8 @@ of a micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a val
 
 from __future__ import annotations
 
+import math
+
 from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.layout import StageParameters
@@ -18,6 +20,10 @@ matrices.
 
 SCORE_BYTES_BESIDE = 1
 """The bytes for each attention weight that the mask of its dropout takes."""
+
+
+OFFLOADED_PIECE_BYTES = 2**26
+"""The bytes of offloaded masters that go to the device at a time (`parallel/host_copies.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +88,31 @@ def stage_memory(
         later = parameters_held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
-    # ZeRO 3 gathers a block while the one before it is computed, and embedding and head for the whole step;
+    # ZeRO 3 gathers blocks while those before them are computed, and embedding and head for the whole step;
     # it keeps no other shard of the working weights than the masters. ZeRO 2 holds the whole gradient of a
     # block while that of the next is made.
     two_blocks = min(stage.blocks, 2) * one_block
+    gathered = min(stage.blocks, 1 + (layout.prefetch_blocks if layout.overlaps else 0)) * one_block
     ends = parameters_held - stage.blocks * one_block
-    weights = ends + two_blocks if layout.zero == 3 else parameters_held
+    weights = ends + gathered if layout.zero == 3 else parameters_held
     if layout.rounds_by_block and width < 4:
         weights = ends + min(stage.blocks, 1) * one_block
     gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held
-    # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero
-    updated_here = 0.0 if layout.offload else sharded
+    updated_here = sharded
+    if layout.offload:
+        # Of a GPU's memory masters and moments take nothing, and gradients what they take without offload. A
+        # CPU has no other memory, where masters are then apart and gradients twice.
+        is_apart = work.hardware.accelerator.kind == "gpu"
+        # Masters come in fp32 and are rounded on the device: a block's, or a piece of the update.
+        by_block = layout.rounds_by_block or layout.zero == 3
+        piece = one_block / (layout.shards if layout.zero == 3 else 1) if by_block else sharded
+        buffers += min(4 * piece, math.inf if by_block else OFFLOADED_PIECE_BYTES) if is_apart else 0.0
+        updated_here = 0.0 if is_apart else sharded
+        are_masters = False
+        gradients += 0.0 if is_apart else sharded
     return StageMemory(
-        weights=round(weights * width),
+        weights=round(weights * width + fp8_copy_bytes(work, parameters, stage)),
         gradients=round(4 * gradients),
         master=0 if are_masters else round(4 * updated_here),
         optimizer=round(state * updated_here),
@@ -103,6 +120,27 @@ def stage_memory(
         logits=round(logits),
         buffers=round(buffers),
         reserved=int(work.hardware.accelerator.reserved_gib * 2**30),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedMemory:
+    """The bytes of main memory that one rank's offloaded state takes.
+
+    pinned: masters and gradients, which a GPU copies by itself; moments: the optimizer's, which stay.
+    """
+
+    pinned: int
+    moments: int
+
+
+def offloaded_memory(
+    work: Workload, parameters: ModelParameters, stage: StageParameters, optimizer: str
+) -> OffloadedMemory:
+    """Return what `parallel.offload = "cpu"` takes of main memory for one rank of a stage."""
+    held = rank_parameters(parameters, stage, work) / work.layout.shards
+    return OffloadedMemory(
+        pinned=round(2 * 4 * held), moments=round(_optimizer_bytes(parameters, stage, optimizer) * held)
     )
 
 
@@ -122,6 +160,18 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
         if work.model.tied and not stage.has_embedding:
             count += parameters.embedding / t
     return count
+
+
+def fp8_copy_bytes(work: Workload, parameters: ModelParameters, stage: StageParameters) -> float:
+    """Return the bytes of the 8-bit copies of one rank's matrices (`parallel/fp8_weights.py`).
+
+    They are kept where working weights are: one copy, and its transpose for units that multiply 8 bits.
+    """
+    layout = work.layout
+    if work.precision != "fp8" or layout.zero == 3 or layout.rounds_by_block:
+        return 0.0
+    copies = 2 if work.hardware.accelerator.fp8_teraflops else 1
+    return copies * stage.blocks * parameters.block.matrices / layout.tensor
 
 
 def in_flight(work: Workload, index: int, training: Training) -> float:
@@ -150,6 +200,7 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     For the GPT shape without recomputation this is s·b·h·(10 + 24/t + 5·a·s/(h·t)) in 16 bits. Sequence
     parallelism divides the 10 by t, except for the two streams that enter the split columns: backward needs
     them of the whole sequence, and they are kept rather than gathered again.
+    'elementwise' and 'mlp' keep the block's input, the MLP's, and what products return.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     split = t if work.layout.sequence else 1
@@ -159,36 +210,44 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
     if recompute == "elementwise":
-        return _products_bytes(work, stream)
+        return 2 * stream + _attention_products_bytes(work) + n * gates * ffn_width(model) * a / t
     masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
+    if recompute == "mlp":
+        return 2 * stream + _attention_products_bytes(work) + masks
     entering = 2 * n * model.hidden * a
-    kept_bytes = 2 * stream + entering + masks
+    # Of an RMSNorm in fp32 the compiler keeps the values before its weight, too, as an eager one does.
+    normed = 2 * stream if model.norm == "rmsnorm" and a == 4 else 0.0
+    kept_bytes = 2 * stream + entering + masks + normed
     kept_bytes += n * (2 * query_width(model) + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
     if recompute == "none":
         kept_bytes += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
     return kept_bytes
 
 
-def _products_bytes(work: Workload, stream: float) -> float:
-    """Return the bytes of a block's input and of what its matmuls and its attention return."""
+def _attention_products_bytes(work: Workload) -> float:
+    """Return the bytes of what the matmuls of a block's attention return, the last one left out."""
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
-    gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
-    kept_bytes = 3 * stream + n * (2 * query_width(model) + values + gates * ffn_width(model)) * a / t
+    kept_bytes = n * (2 * query_width(model) + values) * a / t
     scores = work.micro_batch * model.heads * work.sequence_length**2 / t
     # Without a fused kernel the matmuls of attention return the scores.
     return kept_bytes + (scores * a if work.forms_scores else n * model.heads * 4 / t)
 
 
-def eager_activation_bytes(work: Workload) -> float:
+def eager_activation_bytes(work: Workload, recompute: str = "none") -> float:
     """Return the bytes that one block keeps besides `block_activation_bytes` if nothing is fused.
 
-    These are the intermediate values in norms (fp32) and in the gated activation, and queries and keys before
-    rotation.
+    Without recomputation these are the intermediate values in norms (fp32) and in the gated activation, and
+    queries and keys before rotation. A block that keeps products keeps its last one, which no backward reads.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     stream = n * model.hidden / (t if work.layout.sequence else 1)
-    norms = 2 * stream * ((4 if model.norm == "rmsnorm" else 0) + (4 if a < 4 else 0))
+    if recompute in ("elementwise", "mlp"):
+        return stream * a
+    if recompute == "full":
+        return 0.0
+    # The two streams are kept in fp32 instead of the 16 bits in which they come.
+    norms = 2 * stream * (4 - a + (4 if model.norm == "rmsnorm" else 0)) if a < 4 else 0.0
     gated = n * ffn_width(model) * a / t if model.activation == "swiglu" else 0.0
     turned = n * (query_width(model) + kv_heads(model) * head_size(model)) * a / t
     # Two more copies of queries and keys: normalised in fp32, and rounded back.
@@ -220,16 +279,18 @@ def mask_bytes(work: Workload) -> float:
 def _activations(work: Workload, stage: StageParameters, index: int, training: Training) -> float:
     recompute = stage.recompute or training.recompute
     alive = in_flight(work, index, training)
-    eager = 0.0 if training.fused else eager_activation_bytes(work)
-    of_block = block_activation_bytes(work, recompute)
-    computes_again = recompute in ("elementwise", "full")
-    kept_bytes = alive * (stage.blocks * (of_block + (0.0 if computes_again else eager)) + mask_bytes(work))
+
+    def of_block(mode: str) -> float:
+        eager = 0.0 if training.fused else eager_activation_bytes(work, mode)
+        return block_activation_bytes(work, mode) + eager
+
+    kept_bytes = alive * (stage.blocks * of_block(recompute) + mask_bytes(work))
     if stage.has_embedding:
         kept_bytes += alive * work.tokens * 8
-    if computes_again:
+    if recompute in ("elementwise", "mlp", "full"):
         # The logits are gone when the first block is recomputed.
-        again = block_activation_bytes(work, "none") + eager
-        again -= of_block if recompute == "elementwise" else 0.0
+        again = of_block("none")
+        again -= of_block(recompute) if recompute != "full" else 0.0
         kept_bytes += max(0.0, again - _logits(work, training)) if stage.has_head else again
     elif recompute == "selective" and work.forms_scores:
         kept_bytes += _scores_bytes(work)
@@ -239,22 +300,28 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
 def _logits(work: Workload, training: Training) -> float:
     """Return the bytes of one chunk's logits, their fp32 form and gradient, and the head's fp32 gradient.
 
-    The loss over a split vocabulary computes the gradient in place, beside the chunk before. A GPU's kernel
-    writes the gradient over the logits, which have no fp32 form then.
+    A GPU's kernels write the gradient over the logits, which have no fp32 form then; with a split vocabulary
+    the logits of the next chunk are computed beside them. Without kernels the loss over a split vocabulary
+    computes the gradient in place, beside the chunk before; compiled code makes it from the logits.
     """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
     hidden = work.tokens * work.model.hidden * work.value_bytes
-    if work.layout.tensor > 1:
+    split = work.layout.tensor > 1
+    if work.has_gpu_kernels:
+        chunks = (2 if split else 1) * rows * columns * work.value_bytes
+        return chunks + columns * work.model.hidden * (4 + work.value_bytes) + (2 if split else 1) * hidden
+    if split:
         narrow = work.value_bytes if work.value_bytes < 4 else 0
         return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
-    if work.has_gpu_kernels:
+    if training.fused:
         return (
             rows * columns * work.value_bytes
-            + columns * work.model.hidden * (4 + 2 * work.value_bytes)
-            + hidden
+            + columns * work.model.hidden * (4 + work.value_bytes)
+            + 2 * hidden
         )
-    return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
+    of_logit = 2 * 4 + (work.value_bytes if work.value_bytes < 4 else 3 * 4)
+    return rows * columns * of_logit + columns * work.model.hidden * (4 + work.value_bytes) + 2 * hidden
 
 
 def _gradients_at_once(

@@ -13,12 +13,13 @@ from bloomery.plan.checkpoint_plan import DAY_S, MOST_LOST, CheckpointPlan, plan
 from bloomery.plan.collectives import StepShape, step_shape
 from bloomery.plan.hardware import GIB, SiteLink
 from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
-from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory
+from bloomery.plan.memory import StageMemory, offloaded_memory, rank_parameters
 from bloomery.plan.parameters import ModelParameters, count_parameters, forward_cost, teraflops, token_cost
 from bloomery.plan.peer_round import Round, plan_round
 from bloomery.plan.ranks import Degrees
+from bloomery.plan.recomputation import AUTO, choose_recomputation, memory_of, resolved
 from bloomery.plan.request import Request, data_degrees, refuse_impossible, vocabulary_of
-from bloomery.plan.schedule import Phase, phases
+from bloomery.plan.schedule import phases
 from bloomery.plan.step_time import HIGH, LOW, stages_for
 from bloomery.plan.timeline import (
     Milestone,
@@ -147,10 +148,17 @@ def make_plan(request: Request) -> Plan:
         vocabulary=vocabulary_of(recipe),
     )
     work = base_workload(request, layout)
+    if recipe.train.recompute == AUTO:
+        room = request.hardware.accelerator.memory_gib * GIB
+        recipe, choice = resolved(recipe, work, room_bytes=room)
+        request = replace(request, loaded=replace(request.loaded, recipe=recipe))
+        assumptions.append(f"train.recompute = auto is {choice.mode}: {choice.why}.")
     parameters = _parameters(recipe, work.vocabulary)
     course = walk_run(recipe, work, parameters)
     work = workload_at_phase(work, phases(recipe.train)[-1][1])
     stages = stages_for(work, parameters)
+    if layout.offload and request.hardware.accelerator.kind == "gpu":
+        assumptions.append(_offloaded(recipe, work, parameters, stages))
     draft = Draft(
         request=request,
         work=work,
@@ -216,33 +224,19 @@ def base_workload(request: Request, layout: Layout) -> Workload:
     return workload_at_phase(work, phases(recipe.train)[0][1])
 
 
-def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
-    """Return the memory of one rank of each stage, in the phase of the run that needs the most."""
-    parameters = _parameters(recipe, work.vocabulary)
-    stages = stages_for(work, parameters)
-    candidates: dict[tuple[int, str], tuple[Phase, int]] = {}
-    for _, phase in phases(recipe.train):
-        micro_batches = max(1, phase.global_batch // (phase.micro_batch * work.layout.data))
-        key = (phase.micro_batch, phase.precision)
-        candidates[key] = (phase, max(micro_batches, candidates.get(key, (phase, 0))[1]))
-    memories = []
-    for phase, micro_batches in candidates.values():
-        training = Training(
-            micro_batches=micro_batches,
-            recompute=phase.recompute,
-            optimizer=recipe.optim.name,
-            loss_chunk=recipe.train.loss_chunk,
-            fused=recipe.train.compile != "off",
-        )
-        now = workload_at_phase(work, phase)
-        memories.append(
-            tuple(stage_memory(now, parameters, stages, index, training) for index in range(len(stages)))
-        )
-    return max(memories, key=lambda memory: max(stage.total for stage in memory))
-
-
 def _parameters(recipe: Recipe, vocabulary: int) -> ModelParameters:
     return count_parameters(recipe.model, vocabulary=vocabulary, sequence_length=recipe.data.sequence_length)
+
+
+def _offloaded(
+    recipe: Recipe, work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...]
+) -> str:
+    each = [offloaded_memory(work, parameters, stage, recipe.optim.name) for stage in stages]
+    most = max(each, key=lambda memory: memory.pinned)
+    return (
+        f"parallel.offload = cpu takes {(most.pinned + most.moments) / GIB:.1f} GiB of main memory for each "
+        f"accelerator, {most.pinned / GIB:.1f} of them pinned."
+    )
 
 
 def _optimizer_bytes(recipe: Recipe, parameters: ModelParameters) -> float:
@@ -265,9 +259,13 @@ def _settled(request: Request) -> tuple[Request, list[str]]:
     whole_nodes = [degree for degree in degrees if degree * replica % per_node == 0 or replica == 1]
     layout = layout_of(recipe, accelerators=replica, per_node=per_node, vocabulary=vocabulary_of(recipe))
     for degree in whole_nodes or degrees:
-        layout = replace(layout, data=degree)
-        memory = memory_of(recipe, base_workload(request, layout))
-        if max(stage.total for stage in memory) <= request.hardware.accelerator.memory_gib * GIB:
+        work = base_workload(request, replace(layout, data=degree))
+        room = request.hardware.accelerator.memory_gib * GIB
+        if recipe.train.recompute == AUTO:
+            fits = choose_recomputation(recipe, work, room_bytes=room).fits
+        else:
+            fits = max(stage.total for stage in memory_of(recipe, work)) <= room
+        if fits:
             break
     assumed = f"parallel.data is 'auto' and --gpus was not given: {degree * replica} accelerators, "
     return replace(request, accelerators=degree * replica), [f"{assumed}the fewest that fit and divide."]

@@ -145,7 +145,14 @@ def token_cost(
     attention = 4 * model.layers * sequence_length * query_width(model)
     head = 2 * vocabulary * model.hidden
     needed = 3 * (blocks + attention + head)
-    repeated = {"none": 0, "elementwise": 0, "selective": attention, "full": blocks + attention}[recompute]
+    gates = 2 if model.activation == "swiglu" else 1
+    repeated = {
+        "none": 0,
+        "elementwise": 0,
+        "selective": attention,
+        "mlp": 2 * model.layers * gates * ffn_width(model) * model.hidden,
+        "full": blocks + attention,
+    }[recompute]
     return TokenCost(model=needed, hardware=needed + repeated)
 
 

@@ -101,6 +101,7 @@ def progress_of(request: Request, run: Path) -> RunProgress:
     accelerators = history.ranks if asked is None or history.are_ranks_recorded else asked
     request = replace(request, accelerators=accelerators)
     plan = make_plan(request)
+    request = plan.draft.request  # with what 'auto' settings become
     step_s = median(report.seconds for report in recent)
     speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length

@@ -15,6 +15,7 @@ from bloomery.config.validate_layout import (
     pipeline_mistakes,
     sharding_mistakes,
 )
+from bloomery.config.validate_precision import scaling_mistakes
 from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.hardware import GIB
@@ -225,6 +226,7 @@ def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
     chosen = replace(recipe, parallel=parallel, train=train)
     return (
         any(layout_mistakes(chosen))
+        or any(scaling_mistakes(chosen))
         or any(sharding_mistakes(chosen, data_degree=layout.data))
         or any(pipeline_mistakes(parallel, recipe.model, train, data_degree=layout.data))
     )
@@ -252,6 +254,7 @@ def _layouts(setting: _Setting) -> Iterator[Layout]:
                         sequence=tensor > 1,
                         zero=zero,
                         overlaps=setting.recipe.parallel.overlap,
+                        prefetch_blocks=setting.recipe.parallel.prefetch_blocks,
                         schedule="interleaved" if chunks > 1 else "1f1b",
                         chunks=chunks,
                         per_node=per_node,

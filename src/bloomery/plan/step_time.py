@@ -18,6 +18,7 @@ from bloomery.plan.block_cost import (
     block_passes,
     elementwise_pass,
     embedding_passes,
+    expansion,
     head_passes,
     internode_bytes_per_s,
     moving_s,
@@ -153,6 +154,8 @@ def _block(work: Workload, recompute: str) -> Spent:
         return spent + passes.forward
     if recompute == "elementwise":
         return spent + elementwise_pass(work)
+    if recompute == "mlp":
+        return spent + elementwise_pass(work) + expansion(work)
     if recompute == "selective" and work.forms_scores:
         return spent + attention_passes(work).forward
     return spent
@@ -216,7 +219,7 @@ def _exchange_s(work: Workload, held: float, *, micro_batches: int, slot_s: floa
 
     As the trainer does it: sums hide beside backwards (ZeRO 0 and 1: the last micro-batch's, 2 and 3: each),
     weights that ZeRO 3 gathers hide beside forwards and backwards, and those that ZeRO 1 and 2 gather after
-    the update do not. `parallel.overlap = false` hides nothing.
+    the update beside the first forward. `parallel.overlap = false` hides nothing.
     held: the parameters of the rank that holds the most.
     slot_s: seconds of one micro-batch.
     """
@@ -242,8 +245,10 @@ def _exchange_s(work: Workload, held: float, *, micro_batches: int, slot_s: floa
     gathered = times.gathered * ring(held * work.value_bytes, shards, shards_in_node, passes=1)
     if layout.zero == 3:
         return across + _exposed_s(scattered + gathered, beside_s=share * slot_s * micro_batches)
-    beside_s = share * BACKWARD_SHARE * slot_s * times.scattered
-    return across + gathered + _exposed_s(scattered, beside_s=beside_s)
+    backwards_s = share * BACKWARD_SHARE * slot_s * times.scattered
+    first_forward_s = share * (1 - BACKWARD_SHARE) * slot_s
+    summed = _exposed_s(scattered, beside_s=backwards_s)
+    return across + summed + _exposed_s(gathered, beside_s=first_forward_s)
 
 
 def _exposed_s(moved_s: float, *, beside_s: float) -> float:
@@ -276,8 +281,9 @@ def _update_s(
     share = 1 / work.layout.shards
     roundings = 2 * micro_batches if work.layout.rounds_by_block and work.precision != "fp32" else 0
     if work.layout.offload:
-        # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
-        return ((UPDATE_BYTES + 2 * 4) * share + 4 * roundings) * held / HOST_BYTES_PER_S
+        # While the CPU updates some masters, gradients of others come and masters of others go, in fp32.
+        copied = LEAST_EXPOSED * 2 * 4 * share
+        return (UPDATE_BYTES * share + copied + 4 * roundings) * held / HOST_BYTES_PER_S
     spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
     if roundings:
         spent += moving_s(work.hardware, (4 + 2) * roundings * held, kernels=roundings * stages[0].blocks)

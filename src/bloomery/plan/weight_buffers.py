@@ -21,6 +21,9 @@ from bloomery.plan.ranks import Degrees
 
 ALIGNMENT = 64
 """Each parameter starts at a multiple of this number of elements, so every fp32 view is 256-byte aligned."""
+GATHERED_BUCKETS = 4
+"""How many gradient buckets' elements of updated weights are gathered at one time
+(`parallel/updated_weights.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,26 @@ class WeightBuffer:
                 ranges.append(range(start, stop))
                 stop = start
         return ranges
+
+    def gathered_ranges(self, bucket_bytes: int) -> list[range]:
+        """Return the ranges of updated weights that are gathered at one time, from the start of the buffer.
+
+        bucket_bytes: as in `ranges`; a range is closed at GATHERED_BUCKETS of them. That of a block is whole.
+        """
+        range_bytes = GATHERED_BUCKETS * bucket_bytes if self.bucket == "" else 0
+        ranges, start = [], 0
+        for stop in (*self.starts[1:], self.numel):
+            if stop == self.numel or 0 < range_bytes <= 4 * (stop - start):
+                ranges.append(range(start, stop))
+                start = stop
+        return ranges
+
+    def parts_of_shards(self, elements: range) -> list[range]:
+        """Return the parts of these elements that different ranks hold."""
+        return [
+            range(max(elements.start, shard * self.held), min(elements.stop, (shard + 1) * self.held))
+            for shard in range(elements.start // self.held, -(-elements.stop // self.held))
+        ]
 
 
 def aligned(numel: int, alignment: int = ALIGNMENT) -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
 
@@ -14,23 +15,31 @@ from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.places import CombinedBackups, refuse_changed_url, run_storage, sections
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import settings_of
+from bloomery.config.findings import Finding, refuse
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import SettingChanges
+from bloomery.config.validate_precision import uses_fp8
 from bloomery.data.prepare import Prepared, prepare_after_first, prepare_run
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory, prove_shared
 from bloomery.events.run_lock import host_name, lock_run
+from bloomery.model.attention_choice import attention_kernel, use_attention
+from bloomery.model.fp8_scaling import Scaling
+from bloomery.model.fp8_units import lacking_units
 from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
+from bloomery.parallel.precision import measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
+from bloomery.plan.recomputation import AUTO
 from bloomery.plan.schedule import phase_at, steps_of_peer
+from bloomery.train.attention_kernel import decide_attention
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
@@ -41,6 +50,7 @@ from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observers
 from bloomery.train.peering import announce_interludes, build_outer, peering_of_environment
 from bloomery.train.rank_diagnostics import explaining_out_of_memory, make_heartbeat, progress_with_ticks
+from bloomery.train.recomputation import AutoRecompute, least_room_bytes
 from bloomery.train.run_start import RunStart
 from bloomery.train.saver import Learner, begins_with
 from bloomery.train.settings import RunSettings, StartOptions, changes_of
@@ -78,16 +88,24 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         heartbeat.start().enter(RankActivity.BUILDING)
         control = Control(rundir, mesh, section=recipe.control, ends_process=options.ends_process)
         stack.callback(control.close)
-        cost = token_cost(
-            recipe.model,
+        # What 'auto' recomputes depends on the compilation, which is decided without it.
+        asked = "none" if recipe.train.recompute == AUTO else recipe.train.recompute
+        compilation = _compilation(recipe, _token_cost(recipe, vocabulary, recompute=asked), mesh)
+        auto_recompute = AutoRecompute(
+            loaded,
+            mesh,
             vocabulary=vocabulary,
-            sequence_length=recipe.data.sequence_length,
-            recompute=recipe.train.recompute,
+            compiled=compilation.on,
+            room_bytes=least_room_bytes(mesh),
         )
-        compilation = _compilation(recipe, cost, mesh)
+        _refuse_unsupported_scaling(loaded, mesh)
+        recomputation = auto_recompute(recipe)
         if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
             heartbeat.expect_no_compilation()
+        attention = decide_attention(recipe, mesh, rundir, vocabulary=vocabulary)
+        stack.enter_context(attention_kernel(attention.kernel))
         model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
+        use_attention(model.decoder, attention.kernel)
         data_stream = build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
         held_out = build_held_out(recipe, prepared, model, mesh, report_progress=heartbeat.tick)
@@ -99,6 +117,8 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             changes=changes,
             mesh=mesh,
             compilation=compilation,
+            attention=attention,
+            recomputation=recomputation,
             rundir=rundir,
             options=options,
             journal=journal,
@@ -118,6 +138,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             held_out=held_out,
             journal=journal,
             say=options.say,
+            auto_recompute=auto_recompute,
         )
         check = CorruptionCheck(
             model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: store.incarnation
@@ -126,7 +147,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             mesh=mesh,
             control=control,
             interludes=[*announce_interludes([held_out] if held_out else [], peering), check],
-            cost=cost,
+            cost=_token_cost(recipe, vocabulary, recompute=recomputation.mode),
             peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
             sequence_length=recipe.data.sequence_length,
             queue=lambda: data_stream.batches.queue,
@@ -221,7 +242,18 @@ def _build_model(recipe: Recipe, prepared: Prepared, mesh: Mesh, *, compiled: bo
         compiled=compiled,
         resets_positions=recipe.data.reset_positions,
         precision=resolve_precision(phase_at(recipe.train, 0).precision, mesh.device),
+        fp8_scaling=cast(Scaling, recipe.train.fp8_scaling),  # the setting takes no other texts
     )
+
+
+def _refuse_unsupported_scaling(loaded: LoadedRecipe, mesh: Mesh) -> None:
+    """Raise ConfigError where the run scales 8-bit factors in a way that this GPU has no units for."""
+    train = loaded.recipe.train
+    lacking = lacking_units(train.fp8_scaling, mesh.device) if uses_fp8(train) else ""
+    if lacking:
+        remedy = "Set train.fp8_scaling to one that it has: 'tensor' needs the least, then 'row'."
+        finding = Finding(key="train.fp8_scaling", problem=lacking, remedy=remedy)
+        refuse(loaded.recipe, loaded.sources, [finding])
 
 
 def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: CombinedBackups | None) -> Store:
@@ -242,6 +274,11 @@ def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
     """Return what 'auto' settings become on this device, for settings in which ranks must not differ."""
     precisions = {recipe.train.precision, *(precision for _, precision in recipe.train.precision_changes)}
     return {"train.precision": resolve_precision("auto", device)} if "auto" in precisions else {}
+
+
+def _token_cost(recipe: Recipe, vocabulary: int, *, recompute: str) -> TokenCost:
+    length = recipe.data.sequence_length
+    return token_cost(recipe.model, vocabulary=vocabulary, sequence_length=length, recompute=recompute)
 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh) -> Compilation:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
@@ -22,7 +20,7 @@ from bloomery.checkpoint.format.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, source_of
-from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSnapshot, collect
+from bloomery.checkpoint.format.state import SaveResult, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted, unmarked
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
@@ -33,42 +31,13 @@ from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
 from bloomery.config.checkpoint import CheckpointSection
+from bloomery.config.environment import OfflineRefused
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
+from bloomery.train.saved_state import Restored, RunStateToSave
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunStateToSave:
-    """The state of a run after a step, as it goes into a checkpoint.
-
-    parts: the parts whose tensors and values are saved, by the prefix of their names. Each rank passes the
-    parts whose tensors it shall write; the values are the first rank's.
-    step: number of steps done.
-    values: further values by part, as JSON, beside those of `parts`.
-    about: what lists of checkpoints show of this one.
-    run_length_steps: steps of the whole run, of each tenth of which one checkpoint is kept; None if unknown.
-    """
-
-    parts: Mapping[str, Stateful]
-    _: KW_ONLY
-    step: int
-    values: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    about: Mapping[str, Json] = field(default_factory=dict)
-    run_length_steps: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The restored checkpoint, named by step and incarnation; its tensors and parts are filled already."""
-
-    step: int
-    incarnation: int
-    directory: Path
-    values: Mapping[str, Mapping[str, Any]]  # Any: JSON
-    about: Mapping[str, Json]
 
 
 class Store:
@@ -201,7 +170,7 @@ class Store:
         self._ranks.poll_on_first(self._place.refresh)
         names = self._ranks.poll_on_first(lambda: self._restorable(up_to_step))
         restored = self._from_memory(names, parts) if up_to_step is None else None
-        restored = restored or self._first_that_loads(names, parts, fallback=fallback)
+        restored = restored or self._first_that_loads(names, parts, up_to_step=up_to_step, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
         self.incarnation = self._ranks.poll_on_first(lambda: self._place.begin(base=base, reason=reason))
         if self._backup is not None:
@@ -292,6 +261,26 @@ class Store:
         copies = self._backup.restorable(instead_of=here, up_to_step=up_to_step)
         return [[source.place(), source.name] for source in copies]
 
+    def _in_turn(
+        self, names: list[list[str]], up_to_step: int | None, *, with_backups: bool
+    ) -> Iterator[list[str]]:
+        """Yield these checkpoints, then perhaps what backups hold beside them. Collective."""
+        yield from names
+        if names and with_backups:
+            yield from self._ranks.poll_on_first(partial(self._backed_up, names, up_to_step))
+
+    def _backed_up(self, tried: Sequence[Sequence[str]], up_to_step: int | None) -> list[list[str]]:
+        """Return what `_restorable` does of the backups that were not tried yet, also of what is here."""
+        if self._backup is None:
+            return []
+        try:
+            copies = self._backup.restorable(up_to_step=up_to_step)
+        except (CheckpointError, StorageError, OfflineRefused) as error:  # what is damaged is told too
+            log.warning("no backup could be taken instead: %s", error)
+            return []
+        found = [[copy.place(), copy.name] for copy in copies]
+        return [item for item in found if item not in tried]
+
     def _source(self, url: str, name: str) -> Source:
         return RemoteCheckpoint(place_at(url), "") if url else self._place.source(name)
 
@@ -315,10 +304,16 @@ class Store:
         return restored
 
     def _first_that_loads(
-        self, names: list[list[str]], parts: Mapping[str, Stateful], *, fallback: bool
+        self,
+        names: list[list[str]],
+        parts: Mapping[str, Stateful],
+        *,
+        up_to_step: int | None,
+        fallback: bool,
     ) -> Restored | None:
+        """Load the newest of these, or the newest that is intact; a fallback also tries their backups."""
         damage: CheckpointError | None = None
-        for url, name in names:
+        for url, name in self._in_turn(names, up_to_step, with_backups=fallback):
             try:
                 return self._load(self._source(url, name), parts)
             except DamagedCheckpoint as error:

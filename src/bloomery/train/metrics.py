@@ -21,6 +21,7 @@ from bloomery.data_loader.batches import QueueStatus
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.records import StepReport
 from bloomery.events.run_lock import host_name
+from bloomery.parallel.host_numbers import to_device
 from bloomery.parallel.inner_sizes import by_kind
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.parameters import TokenCost, teraflops, utilisation
@@ -145,11 +146,10 @@ class Metrics:
         """Sum what the ranks measured, and wait for the device: the one host synchronisation of a step."""
         gradients = result.gradients
         sums = [result.cross_entropy.double(), result.z_loss.double()]
-        mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
-        queue = self._queue()
-        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds, memory_in_use(self._mesh.device)]
-        reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
-        shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
+        queue, device = self._queue(), self._mesh.device
+        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds, memory_in_use(device)]
+        own_numbers = to_device([*clock, *local.numbers()], dtype=torch.float64, device=device)
+        shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), own_numbers]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
         own = torch.stack([gradients.norm, gradients.applies.float(), scale]).double()
         parts = [shared, own, gradients.zeros.reshape(1)]

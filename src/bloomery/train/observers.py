@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from bloomery.train.console import (
     notebook_display,
 )
 from bloomery.train.settings import StartOptions
+from bloomery.train.time_by_part import table_of_parts, time_by_part
 from bloomery.train.trackers import TrackedRun, scalars_of, trackers
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ _SORTED_BY = {"cuda": "self_cuda_time_total", "cpu": "self_cpu_time_total"}
 
 
 class StepProfiler:
-    """Records the steps `first` to `last` and writes a Chrome trace and a table of operators.
+    """Records the steps `first` to `last` and writes a Chrome trace, and tables of parts and of operators.
 
     Steps are numbered as in the journal, from 1. A start at a later step, and a rewind, skip what is over;
     steps that are made again are recorded again. While it records, steps are slower.
@@ -85,12 +88,15 @@ class StepProfiler:
         self._stop()
         durable.make_directory(self._directory)
         stem = self._directory / f"steps-{self._first}-{last}"
-        recording.export_chrome_trace(str(stem.with_suffix(".trace.json.gz")))
+        trace = stem.with_suffix(".trace.json.gz")
+        recording.export_chrome_trace(str(trace))
+        steps = self._last - self._first + 1
+        parts = table_of_parts(time_by_part(json.loads(gzip.decompress(trace.read_bytes()))), steps=steps)
         table = recording.key_averages().table(sort_by=_SORTED_BY[self._device.type], row_limit=_ROWS)
-        durable.write_whole(stem.with_suffix(".txt"), table)
+        durable.write_whole(stem.with_suffix(".txt"), f"{parts}\n{table}")
         self._say(
             f"steps {self._first} to {last} were profiled: {stem}.trace.json.gz is for chrome://tracing or "
-            f"ui.perfetto.dev, {stem}.txt is the table of operators"
+            f"ui.perfetto.dev, {stem}.txt has tables of parts and operators"
         )
 
 

@@ -12,7 +12,7 @@ import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,15 +26,12 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.rank_zero_task import ReportProgress
-from bloomery.plan.hardware import GIB, load_hardware, this_machine
-from bloomery.plan.layout import layout_of
+from bloomery.plan.hardware import GIB
 from bloomery.plan.memory import StageMemory
-from bloomery.plan.overview import base_workload, memory_of
-from bloomery.plan.request import Request
+from bloomery.plan.recomputation import memory_of, resolved
+from bloomery.train.recomputation import workload_of_rank
 
 log = logging.getLogger(__name__)
-
-_ANY_GPU = "h100-80g"  # its driver's reservation is that of others, and nothing else of it counts here
 
 
 @contextmanager
@@ -67,7 +64,7 @@ def explaining_out_of_memory(
         raise TrainingFailed(
             f"rank {mesh.rank} on {host_name()} has no {kind} memory left: {told} "
             f"{_comparison(planned, used)}",
-            remedy="Lower train.micro_batch, set train.recompute = 'selective' or 'full', or shard more "
+            remedy="Lower train.micro_batch, set train.recompute = 'auto', 'mlp' or 'full', or shard more "
             f"(parallel.zero); `bloomery plan` shows each choice's memory.{figures}",
         ) from error
 
@@ -99,16 +96,10 @@ def planned_memory(loaded: LoadedRecipe, mesh: Mesh, *, vocabulary: int) -> Stag
 
     vocabulary: the number of rows of the embedding, which the recipe may leave to the tokenizer.
     """
-    hardware = this_machine() or load_hardware(_ANY_GPU)
-    layout = layout_of(
-        loaded.recipe,
-        accelerators=mesh.world,
-        per_node=hardware.node.accelerators,
-        vocabulary=vocabulary,
-    )
-    request = Request(loaded=loaded, hardware=hardware, accelerators=mesh.world)
-    work = replace(base_workload(request, layout), vocabulary=vocabulary)
-    return memory_of(loaded.recipe, work)[mesh.pipeline.index]
+    work = workload_of_rank(loaded, mesh, vocabulary=vocabulary)
+    room = work.hardware.accelerator.memory_gib * GIB
+    recipe, _ = resolved(loaded.recipe, work, room_bytes=room)
+    return memory_of(recipe, work)[mesh.pipeline.index]
 
 
 def _comparison(planned: StageMemory | None, used: dict[str, int]) -> str:

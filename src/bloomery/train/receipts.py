@@ -30,8 +30,8 @@ from bloomery.guard.receipt import (
 )
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.train.checkpoint_store import Restored
 from bloomery.train.data_stream import DataStream
+from bloomery.train.saved_state import Restored
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
 

@@ -23,8 +23,10 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import bubble_warning
 from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.early_warnings import warnings_of
+from bloomery.plan.recomputation import Recomputation
 from bloomery.plan.request import with_vocabulary
 from bloomery.plan.schedule import steps_at_end
+from bloomery.train.attention_kernel import AttentionDecision
 from bloomery.train.data_summary import DataSummary
 from bloomery.train.observers import Observer, Observers, build_observers
 from bloomery.train.settings import StartOptions, keep_recipe
@@ -43,6 +45,8 @@ class RunStart:
     changes: SettingChanges
     mesh: Mesh
     compilation: Compilation
+    attention: AttentionDecision
+    recomputation: Recomputation
     rundir: RunDirectory
     options: StartOptions
     journal: Journal
@@ -65,7 +69,10 @@ class RunStart:
             changes={change.key: [change.old, change.new] for change in self.changes.journalled},
             compiled=self.compilation.on,
             compiled_why=self.compilation.why,
+            attention=self.attention.to_json(),
             precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
+            recompute=self.recomputation.mode,
+            recompute_why=self.recomputation.why,
             ranks=self.mesh.world,
             device=str(self.mesh.device),
             threads=torch.get_num_threads(),
@@ -110,6 +117,10 @@ class RunStart:
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
+        if self.attention.kernel:
+            say(self.attention.line())
+        if self.recomputation.why:
+            say(f"train.recompute = {self.recomputation.mode}: {self.recomputation.why}")
         degree = self.mesh.data.degree
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed):
             say(waits)

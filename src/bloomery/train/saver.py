@@ -23,13 +23,14 @@ from bloomery.guard.corruption import CLEAN_STEP
 from bloomery.guard.verdict import Rewind, Stop
 from bloomery.interchange.initial_weights import load_initial_weights
 from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
-from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
+from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
 from bloomery.train.receipts import PROMISE, Receipts
+from bloomery.train.saved_state import Restored, RunStateToSave
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
 

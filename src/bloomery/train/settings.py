@@ -27,6 +27,7 @@ from bloomery.guard.verdict import Rung
 from bloomery.optim.clip import Clamps
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import resolve_precision
+from bloomery.plan.recomputation import Recomputation
 from bloomery.plan.schedule import (
     Phase,
     learning_rate,
@@ -159,8 +160,10 @@ class RunSettings:
         held_out: HeldOutLoss | None,
         journal: Journal,
         say: Callable[[str], None],
+        auto_recompute: Callable[[Recipe], Recomputation],
     ) -> None:
-        self.recipe = recipe
+        """auto_recompute: returns what a recipe's `train.recompute` means here."""
+        self.recipe, self._auto_recompute = recipe, auto_recompute
         self.guards = build_guards(checkpoint=recipe.checkpoint, guard=_guard_section(recipe))
         self._mesh, self._data_stream = mesh, data_stream
         self._store, self._held_out, self._journal, self._say = store, held_out, journal, say
@@ -181,7 +184,11 @@ class RunSettings:
     def phase(self, state: TrainState) -> Phase:
         """Return the batch and precision at a position, with 'auto' resolved for this device."""
         phase = phase_at(self.recipe.train, state.consumed())
-        return replace(phase, precision=resolve_precision(phase.precision, self._mesh.device))
+        return replace(
+            phase,
+            precision=resolve_precision(phase.precision, self._mesh.device),
+            recompute=self._auto_recompute(self.recipe).mode,
+        )
 
     def learning_rate(self, state: TrainState) -> float:
         """Return the learning rate of the step from `state`: schedules are read at the step's end.

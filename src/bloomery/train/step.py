@@ -15,16 +15,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.kernels.available import python_header
 from bloomery.optim.clip import NO_CLAMPS, Clamps, GradientFacts
 from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.precision import LossScale
 from bloomery.plan.schedule import Phase
 from bloomery.train.state import TrainState
+from bloomery.train.time_by_part import UPDATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,8 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
         parts.check.screen()
     parts.average_gradients(state)
     parts.enter(RankActivity.UPDATING)
-    facts, rate = _update(parts, state, scale)
+    with record_function(UPDATE):
+        facts, rate = _update(parts, state, scale)
     used_scale = None
     if parts.loss_scale:
         used_scale = parts.loss_scale.scale.clone()

@@ -6,7 +6,6 @@ object storage, where there is no such directory.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +36,7 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.verified_reader import read_back, read_back_index
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
 from bloomery.errors import CheckpointError, StorageError, require_space, storage_error
+from bloomery.events.machine import processors_of_a_rank
 
 _SHARE = 1 / 128
 """The fraction of a rank's processors that its writer uses. A step slows down by more than this fraction,
@@ -61,11 +61,6 @@ class CpuThrottle:
         while (left_s := end - time.monotonic()) > 0 and not self._is_urgent():
             time.sleep(min(left_s, _POLL_URGENT_S))
         self._begun_s, self._used_s = time.monotonic(), time.process_time()
-
-
-def processors_of_a_rank() -> float:
-    """Return how many of this machine's processors each of its ranks has."""
-    return len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 _DOING = "Saving a checkpoint"

@@ -70,8 +70,11 @@ class ObjectPartWriter:
 
     @cached_property
     def _objects(self) -> Objects:
-        """The store. Opened at the first use: where a mount is gone, the save fails and not its end."""
-        return Objects(self._url)
+        """The store. Opened at the first use: where a mount is gone, the save fails and not its end.
+
+        The run made the directory of a file:// URL when it began. Made again, it would lie on another disk.
+        """
+        return Objects(self._url, create=False)
 
     def written_before(self, order: Mapping[str, Any]) -> Part | None:
         """See `PartWriter`."""

@@ -1,0 +1,145 @@
+"""The 8-bit copies of a decoder's weights with many scales each, made once after each update.
+
+Like those of one scale (`parallel/fp8_weights.py`) they are functions of the working weights, and no state of
+a run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bloomery.config.parallel import ParallelSection
+from bloomery.model.decoder import Decoder
+from bloomery.model.fp8_scaling import (
+    FineScaling,
+    ScaledFactor,
+    ScaledWeight,
+    Scaling,
+    largest_of_blocks,
+    scaled,
+)
+from bloomery.model.layers import Linear
+from bloomery.parallel.axis import Axis
+from bloomery.parallel.fp8_weights import Fp8Weights
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.precision import MasterWeights
+from bloomery.parallel.recompute import compiled_function
+
+
+def narrow_weights(
+    decoder: Decoder,
+    weights: MasterWeights,
+    *,
+    mesh: Mesh,
+    parallel: ParallelSection,
+    scaling: Scaling,
+    compiled: bool,
+) -> NarrowWeights:
+    """Return what keeps the weights of the decoder's linear layers in 8 bits, while that is used.
+
+    compiled: whether the model is.
+    """
+    keeps_copies = not weights.gathers_weights and parallel.working != "by-block"
+    if scaling == "tensor":
+        return Fp8Weights(decoder, weights, mesh=mesh, keeps_copies=keeps_copies)
+    return ScaledWeights(
+        decoder,
+        weights,
+        tensor=mesh.tensor,
+        scaling=scaling,
+        keeps_copies=keeps_copies,
+        compiled=compiled and mesh.device.type == "cuda",
+    )
+
+
+class ScaledWeights:
+    """Keeps `ScaledWeight` of each `Linear` in a decoder's blocks equal to the weights.
+
+    Where working weights are freed around each block nothing is kept, and each product rounds.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        weights: MasterWeights,
+        *,
+        tensor: Axis,
+        scaling: FineScaling,
+        keeps_copies: bool,
+        compiled: bool,
+    ) -> None:
+        """tensor: the tensor axis.
+
+        keeps_copies: whether the working weights are in memory between the blocks' passes too.
+        compiled: whether rounding is compiled, which then passes over each weight fewer times.
+        """
+        self._weights, self._tensor, self._scaling = weights, tensor, scaling
+        self._keeps_copies = keeps_copies
+        self._layers = [part for part in decoder.blocks.modules() if isinstance(part, Linear)]
+        self._is_used = False
+        self._largest = compiled_function(_largest_both_ways) if compiled else _largest_both_ways
+        self._rounded = compiled_function(_rounded_both_ways) if compiled else _rounded_both_ways
+        weights.after_rounding = self.refresh
+
+    def use(self, *, wanted: bool) -> None:
+        """Give the layers their `ScaledWeight` from now on, or take them away and free their memory.
+
+        Collective over the tensor axis if `wanted`.
+        """
+        self._is_used = wanted and self._keeps_copies
+        for layer in self._layers:
+            layer.scaled_weight = None
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the copies those of the weights as they are now, if they are used.
+
+        Collective over the same axis as `use`: one reduction of some numbers for each row of a split weight.
+        """
+        if not self._is_used:
+            return
+        self._weights.updated.finish()
+        for layer, largest in zip(self._layers, self._maxima(), strict=True):
+            rows, columns = self._rounded(layer.weight, *largest, self._scaling)
+            if layer.scaled_weight is None:
+                layer.scaled_weight = ScaledWeight(rows=rows, columns=columns)
+                continue
+            for kept, new in ((layer.scaled_weight.rows, rows), (layer.scaled_weight.columns, columns)):
+                kept.codes.copy_(new.codes)
+                kept.scales.copy_(new.scales)
+
+    def _maxima(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the largest magnitudes of the blocks of each whole weight, by rows and by columns."""
+        maxima = [self._largest(layer.weight, self._scaling) for layer in self._layers]
+        if self._scaling != "row" or self._tensor.degree == 1:
+            return maxima
+        # Rows that run over inputs are split where inputs are, those over outputs where outputs are.
+        split = [own[0 if layer.splits_input else 1] for layer, own in zip(self._layers, maxima, strict=True)]
+        joined = torch.cat([part.flatten() for part in split]).float()
+        # As integers of their bits, so that NaN is above all numbers on every rank; see `fp8_weights.py`.
+        self._tensor.all_reduce(joined.view(torch.int32), maximum=True)
+        for part, whole in zip(split, joined.split([part.numel() for part in split]), strict=True):
+            part.copy_(whole.view_as(part))
+        return maxima
+
+
+def _largest_both_ways(weight: Tensor, scaling: FineScaling) -> tuple[Tensor, Tensor]:
+    return (
+        largest_of_blocks(weight, scaling, is_weight=True),
+        largest_of_blocks(weight.t(), scaling, is_weight=True),
+    )
+
+
+def _rounded_both_ways(
+    weight: Tensor, by_rows: Tensor, by_columns: Tensor, scaling: FineScaling
+) -> tuple[ScaledFactor, ScaledFactor]:
+    return (
+        scaled(weight, scaling, is_weight=True, largest=by_rows),
+        scaled(weight.t(), scaling, is_weight=True, largest=by_columns),
+    )
+
+
+NarrowWeights = Fp8Weights | ScaledWeights
+"""What keeps weights in 8 bits, with one scale each or with many."""
