@@ -21,6 +21,7 @@ from bloomery.data_loader.batches import QueueStatus
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.records import StepReport
 from bloomery.events.run_lock import host_name
+from bloomery.parallel.device_wait import to_device
 from bloomery.parallel.inner_sizes import by_kind
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.parameters import TokenCost, teraflops, utilisation
@@ -145,17 +146,19 @@ class Metrics:
         """Sum what the ranks measured, and wait for the device: the one host synchronisation of a step."""
         gradients = result.gradients
         sums = [result.cross_entropy.double(), result.z_loss.double()]
-        mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
+        mine = to_device(local.numbers(), self._mesh.device)
         queue = self._queue()
         clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds, memory_in_use(self._mesh.device)]
-        reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
+        reading = to_device(clock, self._mesh.device)
         shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
         own = torch.stack([gradients.norm, gradients.applies.float(), scale]).double()
         parts = [shared, own, gradients.zeros.reshape(1)]
         if result.inner_sizes is not None:
             parts.append(result.inner_sizes.double().flatten())
-        numbers = torch.cat(parts).tolist()
+        gathered = torch.cat(parts)
+        self._mesh.wait_for_device()
+        numbers = gathered.tolist()
         measured, others = numbers[: len(shared)], numbers[len(shared) :]
         entropy_sum, z_sum, ready, waited_s, ranks, seconds_before, memory, *facts = measured
         norm, applied, loss_scale, zeros, *sizes = others
