@@ -80,3 +80,11 @@ def test_collectives_go_to_their_group_and_products_of_8_bits_have_a_scale_of_ea
     ]
     torch_private.write_memory_snapshot(Path("memory/x.pickle"))
     assert snapshots == ["memory/x.pickle"]
+
+
+def test_the_flight_record_is_that_of_nccl_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch._C._distributed_c10d
+    monkeypatch.delattr(module, "_dump_nccl_trace", raising=False)
+    assert torch_private.flight_record() == b""
+    monkeypatch.setattr(module, "_dump_nccl_trace", lambda: b"record", raising=False)
+    assert torch_private.flight_record() == b"record"

@@ -165,3 +165,9 @@ def backward_of_weights(parameters: Sequence[nn.Parameter], groups: Any) -> Call
 def write_memory_snapshot(path: Path) -> None:
     """Write a list of what the CUDA allocator holds, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def flight_record() -> bytes:
+    """Return what NCCL's flight recorder holds, as its dumps have it; empty where torch has no NCCL."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return b"" if dump is None else cast(bytes, dump())

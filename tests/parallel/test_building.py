@@ -235,7 +235,7 @@ def parts_of(calls: Calls, **changed: Any) -> TrainingModel:
         weights=weights,
         fp8_weights=SimpleNamespace(use=calls.of("8-bit weights")),
         loss=None,
-        mesh=SimpleNamespace(all_gather_object=lambda own: [3, own]),
+        mesh=SimpleNamespace(all_gather_object=lambda own: [3, own], wait_for_device=lambda: None),
         recompute={1: "full"},
         splits_backward=False,
         pipeline=None,
@@ -301,9 +301,7 @@ def test_ranks_that_gather_weights_run_as_many_forwards_as_the_one_with_the_most
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     evaluated: list[list[MicroBatch]] = []
-    monkeypatch.setattr(
-        built, "entropy", lambda decoder, batches, report_progress: evaluated.append([*batches])
-    )
+    monkeypatch.setattr(built, "entropy", lambda decoder, batches, **told: evaluated.append([*batches]))
     own = [batch_of(1, 2)]
     parts_of(Calls()).entropy(own)
     gathering = parts_of(Calls())

@@ -106,6 +106,9 @@ def test_a_pass_does_its_own_actions_in_order_and_lets_its_messages_go_at_the_en
         def __init__(self, mesh: Mesh, messages: MessageOrder, *, shapes: Any) -> None:
             notes.append((mesh, messages.own, shapes))
 
+        def post_receives(self, place: int) -> None:
+            notes.append(place)
+
         def finish(self) -> None:
             notes.append("finished")
 
@@ -129,7 +132,8 @@ def test_a_pass_does_its_own_actions_in_order_and_lets_its_messages_go_at_the_en
         else forwards_only([0, 1, 2], micro_batches=2)
     )
     shapes = [("like", "first"), ("like", "second")]
-    assert notes == [(pipeline._mesh, 2, shapes), *order[2], "finished"]
+    actions = [note for numbered in enumerate(order[2]) for note in numbered]
+    assert notes == [(pipeline._mesh, 2, shapes), *actions, "finished"]
     assert all(one == (STAGES, pipeline._computation, batches, 5, 0.5) for one in passes)
 
 
@@ -386,14 +390,22 @@ def test_messages_go_over_their_channels_group_and_what_was_consumed_is_let_go(w
         messenger.send(StageMessage(0, 1, number), torch.ones(2))
     assert works.calls == [("isend", 6, "ahead", 0), ("isend", 6, "ahead", 4096)]
     works.calls.clear()
+    for place in (0, 1):
+        messenger.post_receives(place)
+    assert works.calls == [], "no gradient is sent during the first forwards"
+    messenger.post_receives(2)
     messenger.receive(StageMessage(1, 0, 0))
-    # The next one is posted ahead; that the gradient is there shows that the first forward was consumed.
-    assert works.calls[:2] == [("irecv", 6, "back", 1), ("irecv", 6, "back", 4097)]
-    assert len(works.calls) == 4 and len(messenger._sent[1]) == 1
+    # That the gradient is there shows that the first forward was consumed.
+    assert works.calls == [("irecv", 6, "back", 1), ("waited", 0), ("waited", 0)]
+    assert len(messenger._sent[1]) == 1
     messenger.send(StageMessage(0, 1, 2), torch.ones(2))
     works.calls.clear()
+    messenger.post_receives(3)
+    assert works.calls == [], "the second gradient is sent when it is needed"
+    messenger.post_receives(4)
     assert messenger.receive(StageMessage(1, 0, 1)).shape == (3,)
-    assert works.calls[0] == ("irecv", 6, "back", 2 * 4096 + 1) and len(messenger._sent[1]) == 1
+    assert works.calls[0] == ("irecv", 6, "back", 4097) and len(messenger._sent[1]) == 1
+    messenger.post_receives(5)
     messenger.receive(StageMessage(1, 0, 2))
     messenger.finish()
     assert not messenger._sent[1]
@@ -404,6 +416,7 @@ def test_what_the_action_itself_consumed_that_made_a_message_is_let_go_with_it(w
     messenger = messenger_of(1, MessageOrder(forwards_only(ranks, micro_batches=1), ranks, own=0))
     messenger.send(StageMessage(0, 1, 0), torch.ones(2))
     assert len(messenger._sent[1]) == 1
+    messenger.post_receives(1)
     messenger.receive(StageMessage(1, 2, 0))
     assert not messenger._sent[1] and works.calls[-1] == ("waited", 0)
 
@@ -429,13 +442,15 @@ def test_a_stage_that_is_gone_before_a_message_begins_is_named_too(
         if when == "sending":
             messenger.send(StageMessage(0, 1, 0), torch.ones(2))
         else:
-            messenger.receive(StageMessage(1, 0, 0))
+            for place in range(3):
+                messenger.post_receives(place)
 
 
 @pytest.mark.parametrize("when", ["receiving", "finishing"])
 def test_a_stage_that_is_gone_is_named_by_its_rank_and_its_place(works: Works, when: str) -> None:
     messenger = messenger_of(2)
     messenger.send(StageMessage(0, 1, 0), torch.ones(2))
+    messenger.post_receives(2)
     works.fails = RuntimeError("Connection closed by peer")
     with pytest.raises(RankLost) as lost:
         messenger.finish() if when == "finishing" else messenger.receive(StageMessage(1, 0, 0))

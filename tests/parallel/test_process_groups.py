@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bloomery.config.load import load_recipe
 from bloomery.errors import TrainingFailed
-from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
+from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, WATCHDOG_MARGIN_S
 from bloomery.parallel import mesh as mesh_module
 from bloomery.parallel.mesh import mesh_of
 from bloomery.parallel.pipeline_schedule import p2p_channels
@@ -23,7 +23,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     made: list[list[list[int]]] = []
 
     def split(*, split_ranks: list[list[int]], timeout: object) -> object:
-        assert timeout == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        assert timeout == timedelta(seconds=COLLECTIVE_TIMEOUT_S + WATCHDOG_MARGIN_S)
         made.append(split_ranks)
         return object()
 

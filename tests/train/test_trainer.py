@@ -75,7 +75,7 @@ def report(**fields: Any) -> Any:
         cursor=30,
         consumed_samples=28,
         facts="facts",
-        to_json=lambda: {"step": 7, "loss": 2.0},
+        values=lambda: {"step": 7, "loss": 2.0},
     )
     return SimpleNamespace(**usual | fields)
 

@@ -40,11 +40,13 @@ def entropy(
     *,
     chunk: int = 1024,
     report_progress: Callable[[], None] = lambda: None,
+    wait_for_device: Callable[[], None] = lambda: None,
 ) -> Entropy:
     """Return the entropy of `batches` under `decoder`, without dropout. Sums are kept in fp64.
 
     chunk: number of tokens whose logits exist at the same time.
     report_progress: called after each batch.
+    wait_for_device: called before each batch's sum is read, for devices that may wait for other ranks.
     """
     device = decoder.head_weight.device
     nats = torch.zeros((), dtype=torch.float64)
@@ -53,6 +55,7 @@ def entropy(
         batch = cpu_batch.to(device)
         hidden = decoder(batch.tokens, documents=batch.documents)
         sums = decoder.loss(hidden, batch.targets, chunk=chunk)
+        wait_for_device()
         nats += sums.cross_entropy.double().cpu()
         tokens += int((cpu_batch.targets != IGNORED).sum())
         report_progress()

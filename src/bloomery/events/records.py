@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias, Union
 
 _FLOATS = ("float", "float | None")
@@ -92,9 +92,16 @@ class StepReport:
     None in a step that measured none (`guard.growth_steps`)."""
     facts: Facts = Facts()
 
+    def values(self) -> dict[str, object]:
+        """Return the report's values by name, not copied, for a journal, which brings them into JSON itself.
+
+        It is asked for between two steps, when a GPU waits.
+        """
+        return vars(self) | {"facts": vars(self.facts)}
+
     def to_json(self) -> dict[str, Json]:
         """Return the report as the journal's `step` event holds it."""
-        record = as_json(asdict(self))
+        record = as_json(self.values())
         assert isinstance(record, dict)
         return record
 

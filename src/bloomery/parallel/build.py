@@ -122,6 +122,7 @@ class TrainingModel:
         """
         with self.weights.tapped(discards=True) as tap:
             self._backward([micro_batch], step, weight=weight)
+        self.mesh.wait_for_device()
         return tap.digest
 
     def entropy(
@@ -196,9 +197,15 @@ class TrainingModel:
             most = max(self.mesh.all_gather_object(len(batches)))
             batches = [*batches, *[_empty_batch(self.decoder)] * (most - len(batches))]
         if self.pipeline is None:
-            return entropy(self.decoder, batches, report_progress=report_progress)
+            return entropy(
+                self.decoder,
+                batches,
+                report_progress=report_progress,
+                wait_for_device=self.mesh.wait_for_device,
+            )
         moved = [batch.to(self.decoder.device) for batch in batches]
         nats = self.pipeline.evaluate(moved, report_progress)
+        self.mesh.wait_for_device()
         tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
         return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
 

@@ -22,8 +22,14 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.events.machine import machine_id
 from bloomery.events.run_lock import host_name
-from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
+from bloomery.events.timeouts import (
+    COLLECTIVE_TIMEOUT_S,
+    JOIN_TIMEOUT_S,
+    STORE_TIMEOUT_S,
+    WATCHDOG_MARGIN_S,
+)
 from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
+from bloomery.parallel.device_wait import wait_for_device
 from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
 from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
 from bloomery.parallel.rendezvous import (
@@ -82,6 +88,14 @@ class Mesh:
         """Whether this is rank 0, which prints, and writes what only one rank may write."""
         return self.rank == 0
 
+    def wait_for_device(self) -> None:
+        """Return once this rank's device has done what was queued; call it before the host reads from it.
+
+        Raises RankLost where the device waits for another rank for too long. Not collective.
+        """
+        if self.world > 1:
+            wait_for_device(self.device)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place, and return it. Collective over the peer."""
         if self.world > 1:
@@ -114,6 +128,7 @@ class Mesh:
         """
         if not (sends or receives):
             return
+        self.wait_for_device()
         arriving = {rank: tensor.to(self.device) for rank, tensor in receives.items()}
         operations = [
             dist.P2POp(dist.isend, tensor.to(self.device), rank) for rank, tensor in sorted(sends.items())
@@ -122,6 +137,7 @@ class Mesh:
         with raising_rank_lost():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+        self.wait_for_device()
         for rank, tensor in receives.items():
             if arriving[rank] is not tensor:
                 tensor.copy_(arriving[rank])
@@ -145,7 +161,11 @@ class Mesh:
 
     def barrier(self) -> None:
         """Wait for every rank. Collective over the peer."""
-        if self.world > 1:
+        if self.world > 1 and self.device.type == "cuda":
+            # NCCL's barrier makes the host wait without a deadline.
+            self.all_reduce(torch.zeros(1, device=self.device))
+            self.wait_for_device()
+        elif self.world > 1:
             with raising_rank_lost():
                 dist.barrier()
 
@@ -155,13 +175,16 @@ class Mesh:
             dist.destroy_process_group()
 
     def _all_gather_json(self, text: bytes) -> list[Any]:
+        self.wait_for_device()
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(text)], device=self.device))
+        self.wait_for_device()
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         received = [torch.zeros_like(padded) for _ in sizes]
         dist.all_gather(received, padded)
+        self.wait_for_device()
         return [
             json.loads(content[: int(size)].cpu().numpy().tobytes())
             for content, size in zip(received, sizes, strict=True)
@@ -286,9 +309,15 @@ def _init_process_group(store: Store, *, rank: int, world: int, device: torch.de
         store=PrefixStore("group", store),
         rank=rank,
         world_size=world,
-        timeout=TIMEOUT,
+        timeout=_timeout(device),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _timeout(device: torch.device) -> datetime.timedelta:
+    """How long torch lets a collective wait: with NCCL longer than `wait_for_device`, which says why."""
+    margin_s = WATCHDOG_MARGIN_S if device.type == "cuda" else 0
+    return TIMEOUT + datetime.timedelta(seconds=margin_s)
 
 
 def _device() -> torch.device:
@@ -316,7 +345,7 @@ def _axis(groups: Sequence[tuple[int, ...]], rank: int, device: torch.device) ->
     own: dist.ProcessGroup | None = None
     # Without a time-out of its own a group has the backend's default, not that of the default group.
     if device.type == "cuda" and wide:
-        own = dist.split_group(split_ranks=wide, timeout=TIMEOUT)
+        own = dist.split_group(split_ranks=wide, timeout=_timeout(device))
     else:
         for ranks in wide:
             group = dist.new_group(ranks, timeout=TIMEOUT)

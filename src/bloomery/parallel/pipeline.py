@@ -96,7 +96,8 @@ class Pipeline:
             step=step,
             weight=weight,
         )
-        for action in messages.order[messages.own]:
+        for place, action in enumerate(messages.order[messages.own]):
+            messenger.post_receives(place)
             sums = batch_pass.run(action)
             if sums is not None:
                 yield sums

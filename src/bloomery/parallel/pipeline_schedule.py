@@ -90,24 +90,29 @@ def forwards_only(ranks: Sequence[int], *, micro_batches: int) -> PipelineOrder:
 
 def bubble_fraction(order: PipelineOrder) -> float:
     """The fraction of a step in which ranks wait, found by simulating the order with the times in SLOTS."""
+    ends = end_times(order)
+    busy = sum(SLOTS[action.kind] for actions in order for action in actions)
+    return 1.0 - busy / (max(own[-1] for own in ends) * len(order))
+
+
+def end_times(order: PipelineOrder) -> tuple[tuple[int, ...], ...]:
+    """When each action of each rank ends, in forwards since the first began, by the times in SLOTS."""
+    ends: list[list[int]] = [[] for _ in order]
     done: dict[tuple[str, int, int], int] = {}
-    places, clocks = [0] * len(order), [0] * len(order)
     last_stage = max(action.stage for actions in order for action in actions)
-    while any(place < len(actions) for place, actions in zip(places, order, strict=True)):
-        before = list(places)
-        for rank, actions in enumerate(order):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
+    while any(len(own) < len(actions) for own, actions in zip(ends, order, strict=True)):
+        before = sum(map(len, ends))
+        for own, actions in zip(ends, order, strict=True):
+            while len(own) < len(actions):
+                action = actions[len(own)]
                 ready = _ready_at(action, done, last_stage)
                 if ready is None:
                     break
-                clocks[rank] = max(clocks[rank], ready) + SLOTS[action.kind]
+                own.append(max(own[-1] if own else 0, ready) + SLOTS[action.kind])
                 direction = {"forward": "forward", "backward_weight": "weight"}.get(action.kind, "backward")
-                done[direction, action.stage, action.micro_batch] = clocks[rank]
-                places[rank] += 1
-        assert places != before, "a pipeline order in which ranks wait for each other"
-    busy = sum(SLOTS[action.kind] for actions in order for action in actions)
-    return 1.0 - busy / (max(clocks) * len(order))
+                done[direction, action.stage, action.micro_batch] = own[-1]
+        assert sum(map(len, ends)) > before, "a pipeline order in which ranks wait for each other"
+    return tuple(tuple(own) for own in ends)
 
 
 def _ready_at(action: Action, done: Mapping[tuple[str, int, int], int], last_stage: int) -> int | None:

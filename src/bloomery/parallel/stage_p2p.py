@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor
 from bloomery.errors import RankLost
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.pipeline_schedule import Action, P2PChannel, PipelineOrder
+from bloomery.parallel.pipeline_schedule import Action, P2PChannel, PipelineOrder, end_times
 from bloomery.parallel.rendezvous import is_lost_rank_error
 
 
@@ -39,6 +40,7 @@ class MessageOrder:
     incoming: the messages that this rank receives on each channel, in the order in which they are sent.
     produced_at: for each message, the index of the action that makes it, in its sender's actions.
     consumed_at: for each message, the index of the action that needs it, in its receiver's actions.
+    posted_before: the messages whose receive this rank posts before an action, by the index of that action.
     """
 
     def __init__(self, order: PipelineOrder, ranks: Sequence[int], *, own: int) -> None:
@@ -49,6 +51,29 @@ class MessageOrder:
         for rank, actions in enumerate(order):
             for place, action in enumerate(actions):
                 self._add(rank, place, action)
+        self.posted_before: dict[int, list[StageMessage]] = {}
+        self._post_in_time(end_times(order))
+
+    def _post_in_time(self, ends: Sequence[Sequence[int]]) -> None:
+        """Choose the action before which each receive is posted: the one during which the message is sent.
+
+        On a GPU a receive occupies multiprocessors from when it is posted until its message has come, and a
+        send does until its receive is posted. Posted before the first action that ends after the message is
+        sent, it comes beside that action, and neither end waits for longer. A message that is sent later than
+        that is waited for anyway: its receive is posted by the action that needs it.
+
+        ends: when each action of each rank ends by the schedule. Real times differ, and then one end waits
+        longer; nothing else depends on them. Receives of a channel keep the order in which it sends.
+        """
+        for channel, expected in self.incoming.items():
+            place = len(self.order[self.own])
+            for message in reversed(expected):
+                sent = ends[channel.sender][self.produced_at[message]]
+                beside = bisect_right(ends[self.own], sent)
+                place = min(place, beside, self.consumed_at[message])
+                self.posted_before.setdefault(place, []).append(message)
+        for messages in self.posted_before.values():
+            messages.reverse()
 
     def channel_of(self, message: StageMessage) -> P2PChannel:
         """The channel that the message is sent on."""
@@ -80,7 +105,8 @@ class StageMessenger:
     messages are received in the order in which they are sent, so a channel waits for nothing but its own two
     ranks. NCCL buffers nothing and runs the operations of one group one after the other: in a group of more
     ranks a send would wait behind a receive that was only posted ahead, and from four ranks on such waits can
-    close to a circle. A message between two stages of one rank is handed over without being sent.
+    close to a circle. A message between two stages of one rank is handed over without being sent. When a
+    receive is posted is said by `MessageOrder`.
     """
 
     def __init__(self, mesh: Mesh, messages: MessageOrder, *, shapes: Sequence[Tensor]) -> None:
@@ -89,7 +115,11 @@ class StageMessenger:
         self._local: dict[StageMessage, Tensor] = {}
         self._sent: dict[int, deque[tuple[StageMessage, dist.Work, Tensor]]] = defaultdict(deque)
         self._posted: dict[StageMessage, tuple[dist.Work, Tensor]] = {}
-        self._incoming = {channel: iter(expected) for channel, expected in messages.incoming.items()}
+
+    def post_receives(self, place: int) -> None:
+        """Start the receives that are due before this rank's action of index `place`; call it before each."""
+        for message in self._messages.posted_before.get(place, ()):
+            self._post(message, self._messages.channel_of(message))
 
     def send(self, message: StageMessage, tensor: Tensor) -> None:
         """Start to send; the tensor must not change until `finish`."""
@@ -104,17 +134,11 @@ class StageMessenger:
         self._sent[channel.receiver].append((message, work, contiguous))
 
     def receive(self, message: StageMessage) -> Tensor:
-        """Wait for a message and return its tensor."""
+        """Wait for a message, whose receive was posted, and return its tensor."""
         if message in self._local:
             return self._local.pop(message)
         channel = self._messages.channel_of(message)
-        incoming = self._incoming[channel]
-        while message not in self._posted:
-            self._post(next(incoming), channel)
         work, tensor = self._posted.pop(message)
-        following = next(incoming, None)
-        if following is not None:
-            self._post(following, channel)  # it may arrive while this one is computed with
         with self._raising_rank_lost(channel.sender):
             work.wait()
         self._release(channel.sender, before=self._messages.produced_at[message])

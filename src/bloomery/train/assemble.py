@@ -46,6 +46,7 @@ from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import build_data_stream, training_bigrams
 from bloomery.train.data_summary import summarise_data
 from bloomery.train.held_out import build_held_out
+from bloomery.train.lost_ranks import naming_lost_ranks
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observers
 from bloomery.train.peering import announce_interludes, build_outer, peering_of_environment
@@ -157,6 +158,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         optimizers = Optimizers(
             model.weights, recipe.optim, precision=resolve_precision(recipe.train.precision, mesh.device)
         )
+        stack.enter_context(naming_lost_ranks(rundir, mesh))
         yield Trainer(
             mesh=mesh,
             learner=Learner(

@@ -193,6 +193,7 @@ class CorruptionCheck:
     def _held(self) -> dict[str, int]:
         """What this rank holds as its replicas do, as digests."""
         weights = self._model.weights
+        self._mesh.wait_for_device()
         held = {
             "weights": digest_of_all(weights.master),
             "gradients": digest_of_all(weights.reduced_gradient),
@@ -235,7 +236,9 @@ class CorruptionCheck:
         packed = _packed(trained.first).view(torch.int64).to(self._mesh.device)
         if axis.index != data:
             packed = torch.zeros_like(packed)
-        return _unpacked(axis.all_reduce(packed).cpu().view(torch.uint8), trained.first)
+        axis.all_reduce(packed)
+        self._mesh.wait_for_device()
+        return _unpacked(packed.cpu().view(torch.uint8), trained.first)
 
     def _settle(self, step: int, ranks: list[RankDigests], faults: list[BitFault]) -> None:
         """Name who held wrong bits at a step where none had a majority, once that step was made again."""

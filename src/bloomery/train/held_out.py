@@ -85,7 +85,9 @@ class HeldOutLoss:
             entropy = self._model.entropy(batches, report_progress=self._report_progress)
             rows.append([entropy.nats, entropy.tokens])
         sums = torch.tensor(rows, dtype=torch.float64, device=self._mesh.device)
-        table = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
+        self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums))
+        self._mesh.wait_for_device()
+        table = sums.tolist()
         nats, tokens = (sum(column) for column in zip(*table, strict=True))
         losses = {name: row[0] / row[1] for name, row in zip(self._datasets, table, strict=True)}
         loss = nats / tokens

@@ -155,7 +155,9 @@ class Metrics:
         parts = [shared, own, gradients.zeros.reshape(1)]
         if result.inner_sizes is not None:
             parts.append(result.inner_sizes.double().flatten())
-        numbers = torch.cat(parts).tolist()
+        gathered = torch.cat(parts)
+        self._mesh.wait_for_device()
+        numbers = gathered.tolist()
         measured, others = numbers[: len(shared)], numbers[len(shared) :]
         entropy_sum, z_sum, ready, waited_s, ranks, seconds_before, memory, *facts = measured
         norm, applied, loss_scale, zeros, *sizes = others

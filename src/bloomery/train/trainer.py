@@ -166,7 +166,7 @@ class Trainer:
         self._heartbeat.at(step=report.step, memory_bytes=memory_in_use(self.mesh.device))
         self._heartbeat.enter(RankActivity.BETWEEN_STEPS)
         self.saver.last_report = report
-        fields = report.to_json()
+        fields = report.values()
         del fields["step"]
         spent = self._heartbeat.take_spent()
         self._record("step", report.step, **fields, spent=spent)
@@ -221,7 +221,7 @@ class Trainer:
         )
         return outcome
 
-    def _record(self, event: str, step: int, **fields: Json) -> None:
+    def _record(self, event: str, step: int, **fields: object) -> None:
         self._journal.write(event, incarnation=self.store.incarnation, step=step, **fields)
 
 
