@@ -12,7 +12,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.hardware import GIB, load_hardware
 from bloomery.plan.layout import layout_of
-from bloomery.plan.overview import base_workload, make_plan
+from bloomery.plan.overview import base_workload, make_plan, shape_of
 from bloomery.plan.recomputation import LEFT_FREE, choose_recomputation, peak_bytes, resolved
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import step_time
@@ -111,3 +111,21 @@ def test_a_plan_without_a_number_of_accelerators_takes_the_fewest_on_which_any_c
     some = make_plan(asked)
     plain = make_plan(replace(asked, loaded=loaded(*settings, "train.recompute=none")))
     assert some.draft.work.layout.data <= plain.draft.work.layout.data and some.fits
+
+
+def test_what_is_sent_is_that_of_the_chosen_recomputation() -> None:
+    split = ("parallel.tensor=2", "parallel.sequence=true", "parallel.working=kept", "train.global_batch=64")
+    hardware = load_hardware("h200")
+    accelerator = replace(hardware.accelerator, memory_gib=80.0)
+    hardware = replace(hardware, accelerator=accelerator)
+    plan = make_plan(Request(loaded=loaded(*split), hardware=hardware, accelerators=2))
+    chosen = plan.draft.request.recipe.train.recompute
+    assert chosen == shape_of(plan.draft).phase.recompute == "mlp"
+    told = make_plan(
+        Request(loaded=loaded(*split, f"train.recompute={chosen}"), hardware=hardware, accelerators=2)
+    )
+    none = make_plan(
+        Request(loaded=loaded(*split, "train.recompute=none"), hardware=hardware, accelerators=2)
+    )
+    assert plan.traffic == told.traffic
+    assert plan.traffic.tensor_calls > none.traffic.tensor_calls
