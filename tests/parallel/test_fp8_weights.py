@@ -27,6 +27,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
 
 BY_BLOCK = "parallel.working=by-block"
+WITHOUT_COPIES = "parallel.fp8_copies=false"
 
 
 def model_with(*settings: str, recompute: str = "none") -> TrainingModel:
@@ -112,7 +113,9 @@ def by_a_change_of_the_phase(model: TrainingModel) -> None:
     model.set_phase(precision="fp8", recompute="none")
 
 
-@pytest.mark.parametrize("settings", [(), (BY_BLOCK,)], ids=["kept", "by block"])
+@pytest.mark.parametrize(
+    "settings", [(), (BY_BLOCK,), (WITHOUT_COPIES,)], ids=["kept", "by block", "without copies"]
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -136,7 +139,9 @@ def test_scales_and_codes_are_those_of_the_weights_after_each_change_of_them(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("settings", [(), (BY_BLOCK,)], ids=["kept", "by block"])
+@pytest.mark.parametrize(
+    "settings", [(), (BY_BLOCK,), (WITHOUT_COPIES,)], ids=["kept", "by block", "without copies"]
+)
 @pytest.mark.parametrize("recompute", ["none", "elementwise", "selective", "full"])
 def test_training_has_the_bits_of_one_that_rounds_each_weight_anew_in_each_product(
     recompute: str, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -271,7 +276,13 @@ def test_all_weights_are_reduced_at_once_over_the_ranks_that_hold_their_parts(
 ) -> None:
     model = model_with(*(() if keeps_copies else (BY_BLOCK,)))
     axes: Any = type("Axes", (), {"device": CPU, "tensor": _Axis(other), "shard": _Axis()})()
-    weights = Fp8Weights(model.decoder, model.weights, mesh=axes, keeps_copies=keeps_copies)
+    weights = Fp8Weights(
+        model.decoder,
+        model.weights,
+        mesh=axes,
+        keeps_copies=keeps_copies,
+        rounds_by_block=not keeps_copies,
+    )
     weights.use(wanted=True)
     count = len(layers_of(model))
     assert axes.tensor.sizes == [count] and axes.shard.sizes == ([] if keeps_copies else [count])

@@ -205,6 +205,7 @@ def test_shards_and_precision_decide_what_of_the_state_a_rank_holds(
         (Layout(data=4, zero=2), 2.0, 2),
         (Layout(data=4, zero=3), 2.0, 0),
         (Layout(rounds_by_block=True), 2.0, 0),
+        (Layout(keeps_fp8=False), 2.0, 0),
     ],
 )
 def test_8_bit_copies_of_matrices_are_kept_where_working_weights_are(

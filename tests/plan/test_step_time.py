@@ -211,7 +211,7 @@ def test_shards_hide_what_computing_can_hide(zero: int) -> None:
     assert bare.data_parallel_s == pytest.approx(scattered + gathered)
     assert taken.update_s == pytest.approx(34 * PARAMETERS.total / 8 / MEMORY)
     offloaded = step(replace(layout, offload=True))
-    assert offloaded.update_s == pytest.approx((34 + 8) * PARAMETERS.total / 8 / 20e9)
+    assert offloaded.update_s == pytest.approx((34 + 0.1 * 8) * PARAMETERS.total / 8 / 20e9)
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -114,8 +114,15 @@ class ParallelSection:
         choices=("kept", "by-block"),
         help="Whether weights in the working precision are 'kept' beside the fp32 masters, or rounded from "
         "them 'by-block' when a block is computed: 16 bytes per parameter instead of 18 with AdamW, for a "
-        "pass over the masters in each forward and backward. With 'fp8', 'kept' also keeps two copies of the "
-        "blocks' matrices in 8 bits, 2 bytes per parameter, that are made once a step.",
+        "pass over the masters in each forward and backward.",
+    )
+    fp8_copies: bool = setting(
+        True,
+        kind="free",
+        at_start=True,
+        help="Whether 'fp8' keeps two copies of the blocks' matrices in 8 bits, which are made once a step, "
+        "where working weights are kept: 2 bytes per parameter. Off, each product rounds its weight, with "
+        "the same bits.",
     )
     overlap: bool = setting(
         True,

@@ -46,8 +46,19 @@ class Fp8Weights:
     reads the masters, if they are whole and on the device, and such weights take no memory in 16 bits at all.
     """
 
-    def __init__(self, decoder: Decoder, weights: MasterWeights, *, mesh: Mesh, keeps_copies: bool) -> None:
-        """keeps_copies: whether the working weights are in memory between the blocks' passes too."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        weights: MasterWeights,
+        *,
+        mesh: Mesh,
+        keeps_copies: bool,
+        rounds_by_block: bool,
+    ) -> None:
+        """keeps_copies: whether 8-bit copies are kept, which needs working weights that are kept too.
+
+        rounds_by_block: whether working weights are rounded from the masters for each block, and freed.
+        """
         self._weights, self._mesh, self._keeps_copies = weights, mesh, keeps_copies
         modules = {
             f"{name}.weight": part
@@ -64,7 +75,7 @@ class Fp8Weights:
         ]
         # With whole masters on the device nothing is gathered, and no product needs the working weights.
         is_here = weights.master[0].device.type == mesh.device.type
-        self._reads_masters = not keeps_copies and is_here and not weights.gathers_weights
+        self._reads_masters = rounds_by_block and is_here and not weights.gathers_weights
         self._is_used = False
         weights.after_rounding = self.refresh
 

@@ -40,9 +40,10 @@ def narrow_weights(
 
     compiled: whether the model is.
     """
-    keeps_copies = not weights.gathers_weights and parallel.working != "by-block"
+    by_block = parallel.working == "by-block"
+    keeps_copies = parallel.fp8_copies and not by_block and not weights.gathers_weights
     if scaling == "tensor":
-        return Fp8Weights(decoder, weights, mesh=mesh, keeps_copies=keeps_copies)
+        return Fp8Weights(decoder, weights, mesh=mesh, keeps_copies=keeps_copies, rounds_by_block=by_block)
     return ScaledWeights(
         decoder,
         weights,
@@ -56,7 +57,7 @@ def narrow_weights(
 class ScaledWeights:
     """Keeps `ScaledWeight` of each `Linear` in a decoder's blocks equal to the weights.
 
-    Where working weights are freed around each block nothing is kept, and each product rounds.
+    Where no copies are kept, each product rounds.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ScaledWeights:
     ) -> None:
         """tensor: the tensor axis.
 
-        keeps_copies: whether the working weights are in memory between the blocks' passes too.
+        keeps_copies: whether the copies are in memory between the blocks' passes, as the weights then are.
         compiled: whether rounding is compiled, which then passes over each weight fewer times.
         """
         self._weights, self._tensor, self._scaling = weights, tensor, scaling

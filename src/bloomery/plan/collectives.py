@@ -259,7 +259,8 @@ def _scales_of_split_factors(shape: StepShape) -> Iterator[Collective]:
 def _keeps_narrow_weights(shape: StepShape) -> bool:
     """Return whether 8-bit weights are kept between updates (`parallel/scaled_weights.py`)."""
     parallel = shape.parallel
-    return not (parallel.zero == 3 and shape.degrees.shard > 1) and parallel.working != "by-block"
+    frees_weights = (parallel.zero == 3 and shape.degrees.shard > 1) or parallel.working == "by-block"
+    return parallel.fp8_copies and not frees_weights
 
 
 def _messages(shape: StepShape, stage: PipelineStage) -> Iterator[Collective]:

@@ -32,6 +32,8 @@ class Layout:
     """Whether masters and moments live and are updated in the CPU's memory."""
     rounds_by_block: bool = False
     """Whether working weights are rounded from the masters for each block, instead of kept."""
+    keeps_fp8: bool = True
+    """Whether matrices of 8 bits are kept where working weights are."""
     overlaps: bool = True
     """Whether gradients are summed, and sharded weights gathered, beside the computation."""
     prefetch_blocks: int = 2
@@ -117,6 +119,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         shard=0 if parallel.shard_degree == "auto" else parallel.shard_degree,
         offload=parallel.offload == "cpu",
         rounds_by_block=parallel.working == "by-block",
+        keeps_fp8=parallel.fp8_copies,
         overlaps=parallel.overlap,
         prefetch_blocks=parallel.prefetch_blocks,
         schedule=parallel.schedule,

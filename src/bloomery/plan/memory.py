@@ -165,10 +165,10 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
 def fp8_copy_bytes(work: Workload, parameters: ModelParameters, stage: StageParameters) -> float:
     """Return the bytes of the 8-bit copies of one rank's matrices (`parallel/fp8_weights.py`).
 
-    They are kept where working weights are: one copy, and its transpose for units that multiply 8 bits.
+    They may be kept where working weights are: one copy, and its transpose for units that multiply 8 bits.
     """
     layout = work.layout
-    if work.precision != "fp8" or layout.zero == 3 or layout.rounds_by_block:
+    if work.precision != "fp8" or not layout.keeps_fp8 or layout.zero == 3 or layout.rounds_by_block:
         return 0.0
     copies = 2 if work.hardware.accelerator.fp8_teraflops else 1
     return copies * stage.blocks * parameters.block.matrices / layout.tensor

@@ -217,6 +217,7 @@ def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
         sequence=layout.sequence,
         zero=layout.zero,
         working="by-block" if layout.rounds_by_block else "kept",
+        fp8_copies=layout.keeps_fp8,
         shard_degree="auto",
         ranks_per_node=layout.per_node if layout.tensor > 1 else "auto",
     )
