@@ -166,16 +166,6 @@ def test_the_benchmark_of_starts_has_ranks_meet_and_one_make_a_step():
     assert "get 5, set 4;" in lines["start: calls of the store, all ranks"]["reference"]
 
 
-def test_the_benchmark_of_accelerators_runs_on_a_machine_without_one():
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--json", "--tiny", "--parts", "speed", "--no-peers"]
-
-    ended = subprocess.run([*command, "--precisions", "bf16"], capture_output=True, text=True, timeout=280)
-
-    lines = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert len(lines) == 4 and all(set(line) == KEYS for line in lines), ended.stderr
-    assert all(line["value"] > 0 for line in lines if "memory" not in line["name"])
-
-
 def test_the_benchmark_of_guards_prints_its_measurements():
     sizes = ["--steps", "10000", "--starts", "10", "--spikes", "6", "--lines", "3000"]
     sizes += ["--parts", "losses", "growth", "cost", "speed"]  # the others build models

@@ -177,7 +177,7 @@ def test_the_time_outs_of_a_run_are_these_seconds() -> None:
     assert found == {
         "COLLECTIVE_TIMEOUT_S": 600, "JOIN_TIMEOUT_S": 300.0, "STORE_TIMEOUT_S": 60.0,
         "RANK_ZERO_SILENCE_S": 600.0, "RANK_ZERO_STALL_S": 3600.0, "GRACE_S": 60.0,
-        "GRACE_AFTER_FAILURE_S": 20.0, "GRACE_AFTER_SIGNAL_S": 3.0,
+        "GRACE_AFTER_FAILURE_S": 20.0, "GRACE_AFTER_SIGNAL_S": 3.0, "WATCHDOG_MARGIN_S": 60,
     }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ PLACES = {
     "chronicle": "chronicle.md",
     "evaluations": "evaluations.jsonl",
     "rounds": "rounds.jsonl",
+    "attention": "attention.json",
     "known": "known.json",
     "memory": "memory",
     "lock": "holder.lock",

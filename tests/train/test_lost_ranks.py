@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_the_message_keeps_its_words_and_names_eight_ranks_at_most(
         raise ValueError("own")
 
 
-def _rank_1_stands_still_in_its_third_step(rank: int) -> None:
+def _rank_1_stands_still_in_its_third_step(rank: int, *, first: Path) -> None:
     from bloomery.parallel import mesh
     from bloomery.train import loop
 
@@ -115,7 +116,6 @@ def _rank_1_stands_still_in_its_third_step(rank: int) -> None:
     def train_step(parts: Any, micro_batches: Any, state: Any) -> Any:
         if rank == 1 and state.step == 2:
             parts.enter(RankActivity.COMPUTING)
-            first = Path(os.environ["BLOOMERY_TEST_FIRST"])
             begun = time.time()
 
             def has_ended() -> bool:
@@ -130,16 +130,16 @@ def _rank_1_stands_still_in_its_third_step(rank: int) -> None:
 
 
 def test_a_run_whose_rank_stands_still_ends_at_the_deadline_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
-    monkeypatch.setenv("BLOOMERY_TEST_FIRST", str(RunDirectory(run).heartbeat(rank=0)))
+    plant = partial(_rank_1_stands_still_in_its_third_step, first=RunDirectory(run).heartbeat(rank=0))
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(120):
         (texts / f"{number}.txt").write_text("".join(str(digit) for digit in range(number)))
     settings = (f"data.sources={texts}", "optim.name=adamw")
-    first, second = train_on_ranks(2, run, *settings, plant=_rank_1_stands_still_in_its_third_step)
+    first, second = train_on_ranks(2, run, *settings, plant=plant)
     assert "Another rank of this run is gone." in first
     assert f"Rank 1 on {os.uname().nodename} has been in 'forward and backward' of step 3 for " in first
     assert "of step 3 for" in first and "This rank was let go." in second

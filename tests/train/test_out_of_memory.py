@@ -70,7 +70,7 @@ def test_the_plan_of_a_rank_is_the_same_on_a_machine_that_nobody_described(
     loaded, _ = start()
     mesh, plans = Mesh(device=torch.device("cpu")), []
     for machine in (None, load_hardware("h100-80g")):
-        monkeypatch.setattr("bloomery.train.rank_diagnostics.this_machine", lambda found=machine: found)
+        monkeypatch.setattr("bloomery.train.recomputation.this_machine", lambda found=machine: found)
         plans.append(planned_memory(loaded, mesh, vocabulary=300))
     assert plans[0] == plans[1] and plans[0].total > 0
     assert planned_memory(loaded, mesh, vocabulary=30_000).total > plans[0].total

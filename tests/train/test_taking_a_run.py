@@ -157,6 +157,7 @@ def test_the_model_and_the_store_of_a_run_are_made_as_its_recipe_says(
         "compiled": True,
         "resets_positions": True,
         "precision": "bf16",
+        "fp8_scaling": "tensor",
     }
     assert more == {
         "rank": 1,
