@@ -28,7 +28,7 @@ UNSYNCED = {
     "calibrate/machine.py:process_gib": "a text in a temporary directory, for a measurement",
     "calibrate/machine.py:disk_gb_per_s": "measures a disk, and removes the file",
     "checkpoint/writer/shared_buffer.py:SharedBuffer.create": _MEMORY,
-    "parallel/device_wait.py:_write_flight_record": "a dump at the end of a rank, as NCCL's watchdog writes it",
+    "parallel/device_wait.py:_write_flight_record": "a dump of an ending rank, as NCCL's watchdog writes it",
     "interchange/huggingface.py:_write_tokenizer": "the export is published, and so synced, as a whole",
     "checkpoint/save/peer_snapshots.py:_move": _MEMORY,
     "checkpoint/writer/partner.py:_receive_into": _MEMORY,
