@@ -366,8 +366,9 @@ def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: i
     """
     if work.layout.tensor == 1:
         return 0.0
-    # 'mlp' gathers what enters it again, and needs nothing of what leaves it.
+    # 'mlp' gathers what enters it again, and needs nothing of what leaves it, unless that is of one operator.
     gathers = 0.5 if work.layout.sequence else 0.0
+    gathers *= 2.0 if work.overlaps_products else 1.0
     exchanges: float = stage.blocks * (
         4 + {"full": 2.0, "mlp": gathers}.get(stage.recompute or recompute, 0.0)
     )
