@@ -137,6 +137,39 @@ def wait_for(x: Tensor) -> Tensor:
     return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
 
 
+# Products whose exchange overlaps them: torch divides each by ranks, and copies one rank's part through
+# symmetric memory while it multiplies another's. Defined once `open_symmetric_memory` has been called.
+
+
+def open_symmetric_memory(group: str) -> None:
+    """Let the ranks of a group on this rank's GPU map each other's memory. Collective over the group.
+
+    group: torch's name of the process group.
+    Raises RuntimeError where they cannot: on several nodes, without peer access, or on one GPU together.
+    """
+    # Imported here because it defines operators, which only overlapped products need.
+    from torch.distributed._symmetric_memory import get_symm_mem_workspace
+
+    get_symm_mem_workspace(cast(Any, group), min_size=1)  # newer hints have a type of its own for names
+
+
+def gather_and_multiply(x: Tensor, right: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Return the `x` of all ranks joined along dimension 1, and the product of that with `right`.
+
+    x: [b, s/tp, k]. right: [k, n]. Returns [b, s, k] and [b, s, n], stored with s outermost.
+    """
+    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], 1, group)
+    return gathered, product
+
+
+def multiply_and_scatter(x: Tensor, right: Tensor, group: str) -> Tensor:
+    """Return the sum over ranks of `x` @ `right`, at this rank's part of dimension 1.
+
+    x: [b, s, k]. right: [k, n]. Returns [b, s/tp, n].
+    """
+    return cast(Tensor, torch.ops.symm_mem.fused_matmul_reduce_scatter(x, right, "sum", 1, group))
+
+
 def allow_compilations(count: int) -> None:
     """Let torch.compile compile a function at least `count` times before it gives up on it."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)

@@ -13,6 +13,7 @@ from bloomery.errors import ConfigError
 from bloomery.plan.schedule import phase_at
 
 ROTATIONS = "model.rope_low_rotations={} model.rope_high_rotations={}"
+SPLIT_SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true", "optim.name=adamw")
 DATASETS = ("data.sources=[]", "data.tokenizer=t.json", 'data.datasets=[{name="a", path="a"}]')
 
 
@@ -84,6 +85,21 @@ def test_all_mistakes_across_sections_are_reported_at_once():
         (
             ["parallel.tensor=2", "parallel.sequence=true", "optim.name=adamw", "data.sequence_length=255"],
             "data.sequence_length",
+        ),
+        (["parallel.async_tensor=true"], "parallel.async_tensor"),
+        ([*SPLIT_SEQUENCE, "parallel.async_tensor=true", "train.precision=fp8"], "parallel.async_tensor"),
+        (
+            [*SPLIT_SEQUENCE, "parallel.async_tensor=true", 'train.precision_changes=[[9, "fp8"]]'],
+            "parallel.async_tensor",
+        ),
+        (
+            [
+                *SPLIT_SEQUENCE,
+                "parallel.async_tensor=true",
+                "parallel.pipeline=2",
+                "parallel.schedule=zero-bubble",
+            ],
+            "parallel.async_tensor",
         ),
         (["run.name=a/b"], "run.name"),
         (["run.name=.hidden"], "run.name"),

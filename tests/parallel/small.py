@@ -75,7 +75,9 @@ def mesh_for(rank: int, **degrees: int) -> Mesh:
     return replace(mesh, store=_get_default_store()) if mesh.world > 1 else mesh
 
 
-def build(style: str, mesh: Mesh, *, sequence: bool = False, compiled: bool = False) -> TrainingModel:
+def build(
+    style: str, mesh: Mesh, *, sequence: bool = False, async_tensor: bool = False, compiled: bool = False
+) -> TrainingModel:
     model = build_training_model(
         MODELS[style],
         vocabulary=VOCABULARY,
@@ -85,7 +87,7 @@ def build(style: str, mesh: Mesh, *, sequence: bool = False, compiled: bool = Fa
         loss_chunk=7,
         seed=3,
         mesh=mesh,
-        parallel=ParallelSection(sequence=sequence),
+        parallel=ParallelSection(sequence=sequence, async_tensor=async_tensor),
         compiled=compiled,
     )
     # Other counts on each rank, as other data or other rounding would make: the first rank's must count.

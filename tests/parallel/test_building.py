@@ -168,7 +168,10 @@ def test_forward_and_loss_are_compiled_together_or_the_loss_beside_blocks_or_blo
     monkeypatch.setattr("bloomery.parallel.recompute.allow_compilations", lambda count: None)
     split: list[Any] = []
 
-    def split_decoder(decoder: Any, axis: Axis, *, sequence: bool, device: torch.device) -> Any:
+    def split_decoder(
+        decoder: Any, axis: Axis, *, sequence: bool, device: torch.device, overlaps: bool
+    ) -> Any:
+        assert not overlaps, "these are CPUs"
         split.append((axis.degree, sequence, device))
         return tensor_split(decoder, SINGLE_RANK_AXIS, sequence=False, device=device)
 

@@ -93,13 +93,13 @@ def test_a_recipes_layout_has_its_settings() -> None:
     layout = of(
         "parallel.tensor=2", "parallel.sequence=true", "parallel.zero=2", "parallel.shard_degree=3",
         "parallel.offload=cpu", "parallel.working=by-block", "parallel.overlap=false",
-        "parallel.prefetch_blocks=5",
+        "parallel.prefetch_blocks=5", "parallel.async_tensor=true",
     )  # fmt: skip
     assert (layout.tensor, layout.data, layout.zero, layout.shard, layout.per_node) == (2, 12, 2, 3, 4)
     assert layout.sequence and layout.offload and layout.rounds_by_block and not layout.overlaps
-    assert layout.prefetch_blocks == 5
-    plain = of("parallel.sequence=true", "parallel.chunks=2")
-    assert not plain.sequence, "one tensor rank splits nothing"
+    assert layout.prefetch_blocks == 5 and layout.async_tensor
+    plain = of("parallel.sequence=true", "parallel.chunks=2", "parallel.async_tensor=true")
+    assert not plain.sequence and not plain.async_tensor, "one tensor rank splits nothing"
     assert (plain.chunks, plain.blocks, plain.recompute, plain.data) == (1, (), (), 24)
     assert plain.shard == 0 and plain.overlaps and not plain.offload and not plain.rounds_by_block
     assert of("parallel.tensor=2", "parallel.pipeline=4", accelerators=4).data == 1, "at least one replica"

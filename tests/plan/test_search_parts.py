@@ -109,12 +109,14 @@ def test_a_result_as_json_has_each_layout_with_its_step() -> None:
 
 def tried(count: int, *, per_node: int = 4, overlap: bool = True, **model: Any) -> list[str]:
     shape = load_recipe("demo", [f"model.{key}={value}" for key, value in model.items()]).recipe.model
-    recipe: Any = SimpleNamespace(model=shape, parallel=SimpleNamespace(overlap=overlap, prefetch_blocks=3))
+    parallel = SimpleNamespace(overlap=overlap, prefetch_blocks=3, async_tensor=overlap)
+    recipe: Any = SimpleNamespace(model=shape, parallel=parallel)
     work = SimpleNamespace(layout=Layout(per_node=per_node))
     found = list(_layouts(SimpleNamespace(recipe=recipe, accelerators=count, work=work)))  # type: ignore[arg-type]
     for layout in found:
         assert layout.world == count and layout.per_node == per_node and layout.overlaps is overlap
         assert layout.sequence is (layout.tensor > 1)
+        assert layout.async_tensor is (overlap and layout.tensor > 1)
         assert layout.schedule == ("interleaved" if layout.chunks > 1 else "1f1b")
     return [str(layout) for layout in found]
 
@@ -213,7 +215,8 @@ OWN = (
     "parallel.data=6", "parallel.tensor=2", "parallel.pipeline=3", "parallel.schedule=zbv",
     "parallel.chunks=2", "parallel.blocks_per_stage=[1,2]", 'parallel.recompute_per_stage=["full"]',
     "parallel.sequence=true", "parallel.zero=2", "parallel.shard_degree=3", "parallel.ranks_per_node=2",
-    "parallel.offload=cpu", "train.micro_batch=4", "train.micro_batch_changes=[[9,2]]",
+    "parallel.async_tensor=true", "parallel.offload=cpu",
+    "train.micro_batch=4", "train.micro_batch_changes=[[9,2]]",
 )  # fmt: skip
 
 
@@ -222,14 +225,14 @@ OWN = (
     [
         (
             {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 3,
-             "sequence": True, "rounds_by_block": True, "per_node": 16},
+             "sequence": True, "async_tensor": True, "rounds_by_block": True, "per_node": 16},
             {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 3,
-             "sequence": True, "working": "by-block", "ranks_per_node": 16},
+             "sequence": True, "async_tensor": True, "working": "by-block", "ranks_per_node": 16},
         ),
         (
             {"data": 5, "per_node": 16},
             {"data": 5, "tensor": 1, "pipeline": 1, "schedule": "1f1b", "chunks": 1, "zero": 0,
-             "sequence": False, "working": "kept", "ranks_per_node": "auto"},
+             "sequence": False, "async_tensor": False, "working": "kept", "ranks_per_node": "auto"},
         ),
     ],
 )  # fmt: skip
@@ -273,7 +276,9 @@ def test_only_the_count_of_accelerators_is_refused_for_a_search(
     asked: list[Request] = []
     monkeypatch.setattr(search, "refuse_impossible", asked.append)
     assert _accelerators(request) == count
-    parallel = replace(request.recipe.parallel, tensor=1, pipeline=1, data="auto", sequence=False)
+    parallel = replace(
+        request.recipe.parallel, tensor=1, pipeline=1, data="auto", sequence=False, async_tensor=False
+    )
     loaded = replace(request.loaded, recipe=replace(request.recipe, parallel=parallel))
     assert asked == [replace(request, loaded=loaded, accelerators=refused)]
 

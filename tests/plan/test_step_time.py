@@ -129,6 +129,33 @@ def test_computing_moving_and_reducing_within_a_stage(tensor: int, sequence: boo
     assert taken.bottleneck == max(by_time, key=lambda name: by_time[name])
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", "mlp"])
+@pytest.mark.parametrize("link", [LINK, LINK / 1000])
+def test_products_hide_the_exchanges_of_blocks_but_for_one_ranks_part(link: float, recompute: str) -> None:
+    gpu = replace(HARDWARE.accelerator, kind="gpu", exponential_ns=0.0, attention_pass_ns=0.0)
+    node = replace(HARDWARE.node, link_gb_per_s=2 * link / 1e9, overlap=0.8)
+    hardware = replace(HARDWARE, accelerator=gpu, node=node)
+    layout = Layout(tensor=4, sequence=True)
+
+    def tensor_s(*, overlaps: bool) -> float:
+        chosen = replace(layout, async_tensor=overlaps)
+        return step(chosen, micro_batches=3, recompute=recompute, hardware=hardware).tensor_s
+
+    exchange = ring(STREAM, 4, rate=link, latency=LINK_S, passes=2)
+    forward_s = 2 * 12 * HIDDEN**2 * TOKENS / 4 / PRODUCTS
+    forwards = 2 if recompute == "full" else 1
+    # A backward's products by inputs take as long as a forward's.
+    visible = (forwards + 1) * max(2 * exchange - 0.8 * forward_s, 2 * exchange / 4)
+    gather = 0.0
+    if recompute == "mlp":
+        # MLP's two products are two thirds of a forward's, and one exchange is a gather and a scatter.
+        gather = max(exchange - 0.8 * forward_s * 2 / 3, exchange / 4)
+    ends = 2 * exchange
+    assert tensor_s(overlaps=True) == pytest.approx(3 * (LAYERS * (visible + gather) + ends))
+    # What 'mlp' repeats of it may cost more than it hides, over slow links.
+    assert recompute == "mlp" or tensor_s(overlaps=True) < tensor_s(overlaps=False)
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks", "left"), [("1f1b", 1, 1.0), ("interleaved", 2, 0.5), ("zero-bubble", 1, 1 / 3)]
 )

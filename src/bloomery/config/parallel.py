@@ -82,6 +82,14 @@ class ParallelSection:
         help="Whether the activations between tensor-parallel layers are split over the sequence (sequence "
         "parallelism).",
     )
+    async_tensor: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Whether the exchanges of sequence parallelism overlap the matmuls beside them (asynchronous "
+        "tensor parallelism), through memory that GPUs of one node map from each other; refused at the start "
+        "where they cannot. On CPUs exchanges follow matmuls as without it.",
+    )
     zero: int = setting(
         0,
         kind="free",

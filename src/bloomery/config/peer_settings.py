@@ -186,8 +186,8 @@ FREE: frozenset[str] = frozenset(
         "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents longest_line_mib "
         "cache cache_gb prefetch read_threads",
         "train": "micro_batch micro_batch_changes recompute compile attention deterministic loss_chunk",
-        "parallel": "recompute_per_stage sequence offload working fp8_copies overlap prefetch_blocks "
-        "bucket_mb ranks_per_node",
+        "parallel": "recompute_per_stage sequence async_tensor offload working fp8_copies overlap "
+        "prefetch_blocks bucket_mb ranks_per_node",
         "checkpoint": "url every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
         "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes logs data prune_waits",

@@ -21,6 +21,7 @@ from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.peer_settings import peer_mistakes
 from bloomery.config.recipe import Recipe, TrainSection
 from bloomery.config.submit import SyncSection
+from bloomery.config.validate_async_tensor import async_tensor_mistakes
 from bloomery.config.validate_data import mixing_mistakes, sample_mistakes
 from bloomery.config.validate_layout import (
     batch_mistakes,
@@ -140,6 +141,7 @@ def check_recipe(
             *_environment_mistakes(recipe.environment),
             *peer_mistakes(recipe),
             *layout_mistakes(recipe),
+            *async_tensor_mistakes(recipe),
             *scaling_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
             *pipeline_mistakes(

@@ -31,6 +31,7 @@ from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.local_loss import LocalLoss, micro_batch_loss, tensor_loss_of
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import QueryKeyClip
+from bloomery.parallel.overlapped_linear import can_overlap_products
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.rank_zero_task import ReportProgress
@@ -329,7 +330,10 @@ def _split_into_masters(
     decoder: Decoder, optim: OptimSection, *, mesh: Mesh, parallel: ParallelSection, precision: str
 ) -> MasterWeights:
     """Split the decoder's weights over the tensor axis, and put them into flat buffers with fp32 masters."""
-    pieces = split_decoder(decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device)
+    overlaps = parallel.async_tensor and can_overlap_products(mesh.tensor, mesh.device)
+    pieces = split_decoder(
+        decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device, overlaps=overlaps
+    )
     pieces = mark_tied_embedding(pieces, decoder)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     layouts = lay_out(

@@ -132,6 +132,7 @@ def _kept_or_recomputed(_context: Any, operator: Any, *_arguments: Any, **_keywo
     # What a collective returns is kept, and waiting for it again costs nothing. Rounding to 8 bits is a pass
     # over memory.
     is_ours = namespace == "bloomery" and not name.startswith("fp8_")
+    is_ours |= namespace == "symm_mem"  # a product and its exchange in one
     is_ours |= namespace == "_c10d_functional" and name != "wait_tensor"
     return CheckpointPolicy.MUST_SAVE if is_product or is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 

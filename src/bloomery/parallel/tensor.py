@@ -21,6 +21,7 @@ from bloomery.model.logical_parameters import LogicalParameter, logical_paramete
 from bloomery.model.shape import is_qk_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.axis import Axis
+from bloomery.parallel.overlapped_linear import place_overlapped_layers
 from bloomery.parallel.tensor_collectives import (
     EnterTensorParallelRegion,
     LeaveTensorParallelRegion,
@@ -66,11 +67,12 @@ def split_range(size: int, *, index: int, degree: int) -> range:
 
 
 def split_decoder(
-    decoder: Decoder, axis: Axis, *, sequence: bool, device: torch.device
+    decoder: Decoder, axis: Axis, *, sequence: bool, device: torch.device, overlaps: bool = False
 ) -> list[ParameterPiece]:
     """Turn a decoder on the device 'meta' into this rank's part of it, on `device`, with its collectives.
 
-    axis: the tensor axis. sequence: whether the sequence is split as well.
+    axis: the tensor axis. sequence: whether the sequence is split as well. overlaps: whether the exchanges of
+        blocks then overlap their products, see `can_overlap_products`.
     The parameters have shapes but no memory, which `MasterWeights` gives them. Returns which part of which
     logical tensor each stored parameter holds, in the order of the decoder's parameters.
     """
@@ -83,7 +85,7 @@ def split_decoder(
         _replace_parameter(decoder, stored, held, axis, device=device)
     set_matmul_mode(decoder, matmul_mode_for(device, next(decoder.parameters()).dtype))
     if axis.degree > 1:
-        _place_collectives(decoder, axis, tensor_group_of(axis), sequence=sequence)
+        _place_collectives(decoder, axis, tensor_group_of(axis), sequence=sequence, overlaps=overlaps)
     return pieces
 
 
@@ -140,7 +142,9 @@ def _replace_parameter(
     setattr(owner, name, nn.Parameter(weight))
 
 
-def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequence: bool) -> None:
+def _place_collectives(
+    decoder: Decoder, axis: Axis, group: TensorGroup, *, sequence: bool, overlaps: bool
+) -> None:
     vocabulary = split_range(decoder.model.vocabulary, index=axis.index, degree=axis.degree)
     decoder.heads = split_range(decoder.model.section.heads, index=axis.index, degree=axis.degree)
     if sequence:
@@ -154,12 +158,15 @@ def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequ
         decoder.positions = cast(Embedding, SequenceParallelPositions(decoder.positions.weight, group))
     for module in decoder.blocks:
         block = cast(Block, module)
-        block.enter_attention, block.enter_mlp = (
-            EnterTensorParallelRegion(group, sequence=sequence) for _ in range(2)
-        )
-        block.leave_attention, block.leave_mlp = (
-            LeaveTensorParallelRegion(group, sequence=sequence) for _ in range(2)
-        )
+        if sequence and overlaps:
+            place_overlapped_layers(block, group)
+        else:
+            block.enter_attention, block.enter_mlp = (
+                EnterTensorParallelRegion(group, sequence=sequence) for _ in range(2)
+            )
+            block.leave_attention, block.leave_mlp = (
+                LeaveTensorParallelRegion(group, sequence=sequence) for _ in range(2)
+            )
         for part in block.modules():
             if isinstance(part, Linear):
                 part.maximum = group.maximum

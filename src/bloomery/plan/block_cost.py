@@ -162,6 +162,11 @@ class Workload:
         return self.has_gpu_kernels and head_size(self.model) <= WIDEST_TILED_HEAD
 
     @property
+    def overlaps_products(self) -> bool:
+        """Whether exchanges of blocks overlap the products beside them (`parallel/overlapped_linear.py`)."""
+        return self.layout.async_tensor and self.hardware.accelerator.kind == "gpu"
+
+    @property
     def has_gpu_kernels(self) -> bool:
         """Whether the kernels for GPUs compute attention (`model/fused_attention.py`) and the gradient of the
         loss (`model/loss.py`). They take values of 16 bits only.
@@ -182,9 +187,12 @@ def block_passes(work: Workload) -> Passes:
     linear = _linears(work)
     attention = _attention(work)
     elementwise = elementwise_pass(work)
-    exchange = Spent(tensor_s=2 * _tensor_exchange_s(work))
-    forward = linear.forward + attention.forward + elementwise + exchange
-    backward = linear.backward + attention.backward + elementwise * 2.0 + exchange
+    exchange_s = 2 * _tensor_exchange_s(work)
+    forward = linear.forward + attention.forward + elementwise
+    forward += Spent(tensor_s=_exposed_exchange_s(work, exchange_s, beside_s=linear.forward.compute_s))
+    backward = linear.backward + attention.backward + elementwise * 2.0
+    # Of a backward's two products the one by inputs is in one operator with its exchange.
+    backward += Spent(tensor_s=_exposed_exchange_s(work, exchange_s, beside_s=linear.backward.compute_s / 2))
     return Passes(forward=forward, backward=backward)
 
 
@@ -259,6 +267,18 @@ def _tensor_exchange_s(work: Workload) -> float:
     )
 
 
+def _exposed_exchange_s(work: Workload, moved_s: float, *, beside_s: float) -> float:
+    """Return the seconds of an exchange that its products do not hide (`parallel/overlapped_linear.py`).
+
+    A product is divided by ranks, and the part of one of the t ranks is exchanged beside none.
+    beside_s: seconds of these products.
+    """
+    if not work.overlaps_products:
+        return moved_s
+    hidden_s = work.hardware.node.overlap * beside_s
+    return max(moved_s - hidden_s, moved_s / work.layout.tensor)
+
+
 def _linears(work: Workload) -> Passes:
     model, t, n = work.model, work.layout.tensor, work.tokens
     hidden, ffn = model.hidden, ffn_width(model)
@@ -280,7 +300,7 @@ def _linears(work: Workload) -> Passes:
 
 def expansion(work: Workload) -> Spent:
     """Return the cost of the MLP's first product, which 'mlp' recomputation repeats, and of its input's
-    gather under sequence parallelism.
+    gather under sequence parallelism; where exchanges overlap products also of the last, with its scatter.
     """
     gates = 2 if work.model.activation == "swiglu" else 1
     product = matmul_s(
@@ -291,6 +311,12 @@ def expansion(work: Workload) -> Spent:
         inner=work.model.hidden,
     )
     gather = _tensor_exchange_s(work) / 2 if work.layout.sequence else 0.0
+    if work.overlaps_products:
+        inner = ffn_width(work.model) / work.layout.tensor
+        product += matmul_s(
+            work.hardware, work.precision, rows=work.tokens, columns=work.model.hidden, inner=inner
+        )
+        gather = _exposed_exchange_s(work, 2 * gather, beside_s=product)
     return Spent(compute_s=product, tensor_s=gather)
 
 

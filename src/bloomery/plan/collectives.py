@@ -203,12 +203,13 @@ def _of_block(shape: StepShape, recompute: str) -> Iterator[Collective]:
     yield from (*[*enters[0], *leaves[0]] * 2, *scales * (LINEARS // 2))
     yield from (*[*enters[1], *leaves[1]] * 2, *scales * (LINEARS // 2))
     if recompute == "mlp":
-        # Dropout comes after what is computed again.
-        yield from (*enters[0], *scales)
+        # Dropout comes after what is computed again; with `async_tensor` the last product brings its exchange.
+        yield from (*enters[0], *(leaves[0] if shape.parallel.async_tensor else ()), *scales)
     if recompute != "full":
         return  # what collectives returned is kept, or lies outside of what is computed again
     splits = shape.degrees.pipeline > 1 and shape.parallel.schedule in SPLIT_BACKWARD
-    repeats_last = splits or (shape.model.hidden_dropout > 0.0 and not shape.compiles)
+    drops = shape.model.hidden_dropout > 0.0 and not shape.compiles
+    repeats_last = splits or drops or shape.parallel.async_tensor
     # Computing again ends with the last tensor that the backward needs, which comes before the block's last
     # collective.
     yield from (*enters[0], *leaves[0], *enters[0], *(leaves[0] if repeats_last else ()))

@@ -25,6 +25,8 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     sequence: bool = False
+    async_tensor: bool = False
+    """Whether the exchanges of sequence parallelism overlap the products beside them."""
     zero: int = 0
     shard: int = 0
     """The number of data-parallel neighbours that share one copy of what is sharded; 0 means all of them."""
@@ -115,6 +117,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         pipeline=pipeline,
         data=max(1, accelerators // (parallel.tensor * pipeline)),
         sequence=parallel.sequence and parallel.tensor > 1,
+        async_tensor=parallel.async_tensor and parallel.sequence and parallel.tensor > 1,
         zero=parallel.zero,
         shard=0 if parallel.shard_degree == "auto" else parallel.shard_degree,
         offload=parallel.offload == "cpu",

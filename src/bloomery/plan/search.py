@@ -157,7 +157,7 @@ def _accelerators(request: Request) -> int:
     recipe, parallel = request.recipe, request.recipe.parallel
     own = parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else int(parallel.data))
     count = own if request.accelerators is None else request.accelerators
-    alone = replace(parallel, tensor=1, pipeline=1, data="auto", sequence=False)
+    alone = replace(parallel, tensor=1, pipeline=1, data="auto", sequence=False, async_tensor=False)
     loaded = replace(request.loaded, recipe=replace(recipe, parallel=alone))
     # The search chooses degrees and batches, so only the count is refused here.
     possible = 1 <= count <= MOST_ACCELERATORS
@@ -215,6 +215,7 @@ def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
         blocks_per_stage=(),
         recompute_per_stage=(),
         sequence=layout.sequence,
+        async_tensor=layout.async_tensor,
         zero=layout.zero,
         working="by-block" if layout.rounds_by_block else "kept",
         fp8_copies=layout.keeps_fp8,
@@ -253,6 +254,7 @@ def _layouts(setting: _Setting) -> Iterator[Layout]:
                         pipeline=pipeline,
                         data=data,
                         sequence=tensor > 1,
+                        async_tensor=tensor > 1 and setting.recipe.parallel.async_tensor,
                         zero=zero,
                         overlaps=setting.recipe.parallel.overlap,
                         prefetch_blocks=setting.recipe.parallel.prefetch_blocks,
