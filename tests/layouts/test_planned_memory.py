@@ -1,4 +1,4 @@
-"""The peak of a training's memory, counted, is what the planner says, within a tenth (ZeRO 1: 13%)."""
+"""The peak of a training's memory, counted, is what the planner says, within a tenth."""
 
 from __future__ import annotations
 
@@ -10,33 +10,45 @@ from tests.machine import has_python_headers
 
 pytestmark = pytest.mark.timeout(900)
 KEPT, BY_BLOCK = ("parallel.working=kept",), ("parallel.working=by-block",)
-ZERO_1 = ("parallel.data=2", "parallel.zero=1")
-CASES = [(LLAMA, KEPT), (LLAMA, BY_BLOCK), (LLAMA, ZERO_1), (BLOOM, KEPT), (BLOOM, BY_BLOCK)]
-NAMES = ["llama kept", "llama by-block", "llama zero 1", "bloom kept", "bloom by-block"]
+ZERO_1, ZERO_3 = ("parallel.data=2", "parallel.zero=1"), ("parallel.data=2", "parallel.zero=3")
+WAYS = {"kept": KEPT, "by-block": BY_BLOCK, "zero 1": ZERO_1, "zero 3": ZERO_3}
+CASES = [(style, layout) for style in (LLAMA, BLOOM) for layout in WAYS.values()]
+NAMES = [f"{style} {way}" for style in (LLAMA, BLOOM) for way in WAYS]
 RECOMPUTED = ("none", "elementwise", "mlp", "full")
-
-
-def bound(layout: tuple[str, ...]) -> float:
-    """The largest difference; gloo has buffers of its own, beside which little is kept under 'full'."""
-    return 0.13 if layout == ZERO_1 else 0.1
+BOUND = 0.1
 
 
 def off_by(matrix: Matrix, style: str, *settings: str) -> float:
-    ranks = 2 if "parallel.data=2" in settings else 1
-    found = matrix.ranks.run(peak, style, settings, ranks=ranks)
-    return max((one.planned / one.counted - 1 for one in found), key=abs)
+    (found,) = matrix.ranks.run(peak, style, settings, ranks=1)
+    return found.planned / found.counted - 1
 
 
-@pytest.mark.parametrize(("style", "layout"), CASES, ids=NAMES)
-def test_an_eager_training_takes_what_is_planned(matrix: Matrix, style: str, layout: tuple[str, ...]) -> None:
+EAGER = [
+    pytest.param(
+        style,
+        layout,
+        precision,
+        # Of shards fp32 differs from bf16 in nothing but widths.
+        marks=pytest.mark.slow if precision == "fp32" and layout in (ZERO_1, ZERO_3) else (),
+        id=f"{name} {precision}",
+    )
+    for (style, layout), name in zip(CASES, NAMES, strict=True)
+    for precision in (("bf16",) if layout == BY_BLOCK else ("fp32", "bf16"))
+]
+
+
+@pytest.mark.parametrize(("style", "layout", "precision"), EAGER)
+def test_an_eager_training_takes_what_is_planned(
+    matrix: Matrix, style: str, layout: tuple[str, ...], precision: str
+) -> None:
+    recomputed = ("none", "elementwise", "full") if layout in (ZERO_1, ZERO_3) else RECOMPUTED
     figures = {
-        (recompute, precision): off_by(
+        recompute: off_by(
             matrix, style, f"train.recompute={recompute}", f"train.precision={precision}", *layout
         )
-        for recompute in RECOMPUTED
-        for precision in (("bf16",) if layout == BY_BLOCK else ("fp32", "bf16"))
+        for recompute in recomputed
     }
-    assert {case: off for case, off in figures.items() if abs(off) > bound(layout)} == {}
+    assert {case: off for case, off in figures.items() if abs(off) > BOUND} == {}
 
 
 @pytest.mark.slow
@@ -48,7 +60,7 @@ def test_a_compiled_training_takes_what_is_planned(
     matrix: Matrix, style: str, recompute: str, layout: tuple[str, ...]
 ) -> None:
     settings = (f"train.recompute={recompute}", "train.precision=bf16", "train.compile=on", *layout)
-    assert abs(off_by(matrix, style, *settings)) <= bound(layout)
+    assert abs(off_by(matrix, style, *settings)) <= BOUND
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh, mesh_of
 from bloomery.parallel.optimizers import Optimizers
+from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.ranks import degrees_of
 from bloomery.plan.schedule import Phase, learning_rate, phase_at
 from bloomery.train.state import Goal, TrainState
@@ -152,6 +153,7 @@ def build(recipe: Recipe, mesh: Mesh) -> TrainingModel:
         mesh=mesh,
         parallel=recipe.parallel,
         compiled=recipe.train.compile == "on",
+        precision=resolve_precision(phase_at(recipe.train, 0).precision, mesh.device),
         fp8_scaling=cast(Scaling, recipe.train.fp8_scaling),
     )
 

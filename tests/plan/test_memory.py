@@ -144,36 +144,36 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
     [
         (of(Layout(data=4)), 2 * WHOLE, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE),
         (of(Layout(data=4, zero=1)), 2 * WHOLE, 4 * WHOLE, 4 * SHARD, 8 * SHARD),
-        (of(Layout(data=4, zero=2)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 4 * SHARD, 8 * SHARD),
+        (of(Layout(data=4, zero=2)), 2 * WHOLE, 4 * (SHARD + BLOCK), 4 * SHARD, 8 * SHARD),
         (
             of(Layout(data=4, zero=3)),
             2 * (2 * EMBEDDING + NORM + 3 * BLOCK),
-            4 * (SHARD + 2 * BLOCK),
+            4 * (SHARD + BLOCK),
             4 * SHARD,
             8 * SHARD,
         ),
         (
             of(Layout(data=4, zero=3, prefetch_blocks=3)),
             2 * (2 * EMBEDDING + NORM + 4 * BLOCK),
-            4 * (SHARD + 2 * BLOCK),
+            4 * (SHARD + BLOCK),
             4 * SHARD,
             8 * SHARD,
         ),
         (
             of(Layout(data=4, zero=3, overlaps=False)),
             2 * (2 * EMBEDDING + NORM + BLOCK),
-            4 * (SHARD + 2 * BLOCK),
+            4 * (SHARD + BLOCK),
             4 * SHARD,
             8 * SHARD,
         ),
         (of(Layout(data=4, zero=1, shard=2)), 2 * WHOLE, 4 * WHOLE, 2 * WHOLE, 4 * WHOLE),
-        (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 0, 0),
+        (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + BLOCK), 0, 0),
         (of(Layout(offload=True), kind="cpu"), 2 * WHOLE, 8 * WHOLE, 4 * WHOLE, 8 * WHOLE),
         (of(Layout(offload=True), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 0, 0),
         (
             of(Layout(data=4, tensor=2, zero=3)),
             2 * (HALF - 3 * BLOCK / 2),
-            4 * (HALF / 4 + BLOCK),
+            4 * (HALF / 4 + BLOCK / 2),
             HALF,
             2 * HALF,
         ),
@@ -234,6 +234,30 @@ def test_a_stage_of_one_block_gathers_and_reduces_one_under_zero_3() -> None:
     layout = Layout(pipeline=3, data=4, zero=3, blocks=(4, 1, 1), head_rank=2)
     middle = held(of(layout), 1)
     assert middle.weights == 2 * BLOCK and middle.gradients == 4 * (BLOCK / 4 + BLOCK)
+
+
+def test_shards_have_either_logits_or_blocks_weights_and_gradients() -> None:
+    shards = Layout(data=4, zero=3)
+    backward, loss = held(of(shards)), held(of(shards, vocabulary=4_000))
+    assert backward.logits == 0 < loss.logits
+    embedding = 4_000 * 64
+    assert loss.weights == 2 * (2 * embedding + NORM)
+    # The embedding's gradient of the micro-batch before is whole until another one is reduced.
+    shard = SHARD + (2 * embedding - 2 * EMBEDDING) / 4
+    assert loss.gradients == 4 * (shard + embedding)
+    for alone in (
+        held(of(shards, vocabulary=4_000), micro_batches=1),
+        held(of(replace(shards, overlaps=False), vocabulary=4_000)),
+    ):
+        assert alone.gradients == 4 * shard and alone.logits == loss.logits
+
+
+def test_the_gradient_of_a_tied_embedding_is_whole_beside_those_of_blocks() -> None:
+    shards = Layout(data=4, zero=2)
+    tied, alone = held(of(shards, tied=True)), held(of(replace(shards, overlaps=False), tied=True))
+    own = 4 * ((WHOLE - EMBEDDING) / 4 + BLOCK)
+    assert tied.gradients == own + 4 * 2 * EMBEDDING  # that of the micro-batch before is on its way
+    assert alone.gradients == own + 4 * EMBEDDING
 
 
 def test_muon_keeps_one_moment_of_each_matrix_and_two_of_what_adamw_updates() -> None:

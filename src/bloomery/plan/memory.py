@@ -11,6 +11,7 @@ import math
 from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.layout import StageParameters
+from bloomery.plan.moments import Moment, moments_of_shards
 from bloomery.plan.parameters import ModelParameters, ffn_width, head_size, kv_heads, query_width
 
 BIGRAM_BYTES = 24
@@ -31,7 +32,8 @@ class StageMemory:
     """The bytes of one rank, by part.
 
     `total` is their sum and also the peak, because all activations exist at once when the first backward of a
-    steady pipeline begins.
+    steady pipeline begins. What exists only before or only after that is counted at the larger moment: with
+    ZeRO 2 and 3 `logits` is 0 if the first block's backward takes more than the loss.
     """
 
     weights: int
@@ -77,27 +79,35 @@ def stage_memory(
     sharded = parameters_held / layout.shards
     width = 4 if work.precision == "fp32" else 2
     state = _optimizer_bytes(parameters, stage, training.optimizer)
-    activations, logits = _activations(work, stage, index, training), _logits(work, training)
-    logits = logits if stage.has_head else 0.0
-    freed = activations / in_flight(work, index, training) + logits
-    buffers = _messages(work) + width * _gradients_at_once(
-        work, parameters, stage, fused=training.fused, freed=freed / width
-    )
+    kept, again = _activations(work, stage, index, training)
+    logits = _logits(work, training) if stage.has_head else 0.0
+    more = max(0.0, again - logits)  # the logits are gone when the first block is recomputed
+    freed = (kept + more) / in_flight(work, index, training) + logits
+    at_once = width * _gradients_at_once(work, parameters, stage, fused=training.fused, freed=freed / width)
+    if layout.zero >= 2:
+        moments = moments_of_shards(
+            work,
+            parameters,
+            stage,
+            has_more_micro_batches=training.micro_batches > 1,
+            beside=Moment(activations=again, logits=logits, buffers=at_once),
+        )
+        briefly = max(moments, key=lambda moment: moment.total)
+    else:
+        briefly = Moment(activations=more, logits=logits, buffers=at_once)
+    activations, buffers = kept + briefly.activations, _messages(work) + briefly.buffers
     if work.model.embedding_init == "bigram":
         # Bigrams are counted before the first step, and their memory is used again afterwards.
-        later = parameters_held * 4 + activations + logits + buffers
+        later = parameters_held * 4 + activations + briefly.logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
-    # ZeRO 3 gathers blocks while those before them are computed, and embedding and head for the whole step;
-    # it keeps no other shard of the working weights than the masters. ZeRO 2 holds the whole gradient of a
-    # block while that of the next is made.
-    two_blocks = min(stage.blocks, 2) * one_block
-    gathered = min(stage.blocks, 1 + (layout.prefetch_blocks if layout.overlaps else 0)) * one_block
     ends = parameters_held - stage.blocks * one_block
-    weights = ends + gathered if layout.zero == 3 else parameters_held
+    # ZeRO 3 keeps embedding and head for the whole step, and no other shard of the working weights than the
+    # masters.
+    weights = ends if layout.zero == 3 else parameters_held
     if layout.rounds_by_block and width < 4:
         weights = ends + min(stage.blocks, 1) * one_block
-    gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held
+    gradients = sharded if layout.zero >= 2 else parameters_held
     are_masters = width == 4 and not layout.zero
     updated_here = sharded
     if layout.offload:
@@ -112,12 +122,12 @@ def stage_memory(
         are_masters = False
         gradients += 0.0 if is_apart else sharded
     return StageMemory(
-        weights=round(weights * width + fp8_copy_bytes(work, parameters, stage)),
-        gradients=round(4 * gradients),
+        weights=round(weights * width + briefly.weights + fp8_copy_bytes(work, parameters, stage)),
+        gradients=round(4 * gradients + briefly.gradients),
         master=0 if are_masters else round(4 * updated_here),
         optimizer=round(state * updated_here),
         activations=round(activations),
-        logits=round(logits),
+        logits=round(briefly.logits),
         buffers=round(buffers),
         reserved=int(work.hardware.accelerator.reserved_gib * 2**30),
     )
@@ -276,7 +286,10 @@ def mask_bytes(work: Workload) -> float:
     return places * (work.model.heads / work.layout.tensor if has_bias else 1) * work.value_bytes
 
 
-def _activations(work: Workload, stage: StageParameters, index: int, training: Training) -> float:
+def _activations(
+    work: Workload, stage: StageParameters, index: int, training: Training
+) -> tuple[float, float]:
+    """Return the bytes that are kept for backward, and those that exist while a block is computed again."""
     recompute = stage.recompute or training.recompute
     alive = in_flight(work, index, training)
 
@@ -288,13 +301,10 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
     if stage.has_embedding:
         kept_bytes += alive * work.tokens * 8
     if recompute in ("elementwise", "mlp", "full"):
-        # The logits are gone when the first block is recomputed.
-        again = of_block("none")
-        again -= of_block(recompute) if recompute != "full" else 0.0
-        kept_bytes += max(0.0, again - _logits(work, training)) if stage.has_head else again
-    elif recompute == "selective" and work.forms_scores:
+        return kept_bytes, of_block("none") - (of_block(recompute) if recompute != "full" else 0.0)
+    if recompute == "selective" and work.forms_scores:
         kept_bytes += _scores_bytes(work)
-    return kept_bytes
+    return kept_bytes, 0.0
 
 
 def _logits(work: Workload, training: Training) -> float:
