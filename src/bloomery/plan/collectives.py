@@ -203,7 +203,7 @@ def _of_block(shape: StepShape, recompute: str) -> Iterator[Collective]:
     yield from (*[*enters[0], *leaves[0]] * 2, *scales * (LINEARS // 2))
     yield from (*[*enters[1], *leaves[1]] * 2, *scales * (LINEARS // 2))
     if recompute == "mlp":
-        # Dropout comes after what is computed again; with `async_tensor` the last product brings its exchange.
+        # Dropout comes after what is computed again; with `async_tensor` the product brings its exchange.
         yield from (*enters[0], *(leaves[0] if shape.parallel.async_tensor else ()), *scales)
     if recompute != "full":
         return  # what collectives returned is kept, or lies outside of what is computed again
