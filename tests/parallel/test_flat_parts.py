@@ -181,10 +181,21 @@ def test_sums_in_flight_are_finished_in_order_once_there_are_more_than_the_limit
         in_flight = ReductionsInFlight(limit)
         done.clear()
         for number in range(3):
-            in_flight.add(lambda number=number: done.append(number))  # type: ignore[misc]
+            in_flight.add(f"blocks.{number}", lambda number=number: done.append(number))  # type: ignore[misc]
             assert done == expected[number]
         in_flight.finish()
         assert done == [0, 1, 2]
+
+
+def test_the_sums_of_a_block_run_beside_the_backward_of_the_next_and_those_of_the_ends_one_at_a_time() -> (
+    None
+):
+    in_flight, done = ReductionsInFlight(1), list[str]()
+    seen = []
+    for number, bucket in enumerate(("blocks.1", "blocks.1", "blocks.0", "blocks.0", "", "")):
+        in_flight.add(bucket, lambda number=number: done.append(str(number)))  # type: ignore[misc]
+        seen.append("".join(done))
+    assert seen == ["", "", "01", "01", "0123", "01234"]
 
 
 @pytest.mark.parametrize(("limit", "waits"), [(0, True), (1, False)])

@@ -144,18 +144,18 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
     [
         (of(Layout(data=4)), 2 * WHOLE, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE),
         (of(Layout(data=4, zero=1)), 2 * WHOLE, 4 * WHOLE, 4 * SHARD, 8 * SHARD),
-        (of(Layout(data=4, zero=2)), 2 * WHOLE, 4 * (SHARD + BLOCK), 4 * SHARD, 8 * SHARD),
+        (of(Layout(data=4, zero=2)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 4 * SHARD, 8 * SHARD),
         (
             of(Layout(data=4, zero=3)),
             2 * (2 * EMBEDDING + NORM + 3 * BLOCK),
-            4 * (SHARD + BLOCK),
+            4 * (SHARD + 2 * BLOCK),
             4 * SHARD,
             8 * SHARD,
         ),
         (
             of(Layout(data=4, zero=3, prefetch_blocks=3)),
             2 * (2 * EMBEDDING + NORM + 4 * BLOCK),
-            4 * (SHARD + BLOCK),
+            4 * (SHARD + 2 * BLOCK),
             4 * SHARD,
             8 * SHARD,
         ),
@@ -167,13 +167,13 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
             8 * SHARD,
         ),
         (of(Layout(data=4, zero=1, shard=2)), 2 * WHOLE, 4 * WHOLE, 2 * WHOLE, 4 * WHOLE),
-        (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + BLOCK), 0, 0),
+        (of(Layout(data=4, zero=2, offload=True)), 2 * WHOLE, 4 * (SHARD + 2 * BLOCK), 0, 0),
         (of(Layout(offload=True), kind="cpu"), 2 * WHOLE, 8 * WHOLE, 4 * WHOLE, 8 * WHOLE),
         (of(Layout(offload=True), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 0, 0),
         (
             of(Layout(data=4, tensor=2, zero=3)),
             2 * (HALF - 3 * BLOCK / 2),
-            4 * (HALF / 4 + BLOCK / 2),
+            4 * (HALF / 4 + 2 * BLOCK / 2),
             HALF,
             2 * HALF,
         ),
@@ -256,7 +256,8 @@ def test_the_gradient_of_a_tied_embedding_is_whole_beside_those_of_blocks() -> N
     shards = Layout(data=4, zero=2)
     tied, alone = held(of(shards, tied=True)), held(of(replace(shards, overlaps=False), tied=True))
     own = 4 * ((WHOLE - EMBEDDING) / 4 + BLOCK)
-    assert tied.gradients == own + 4 * 2 * EMBEDDING  # that of the micro-batch before is on its way
+    # That of the micro-batch before is on its way, and that of the block before.
+    assert tied.gradients == own + 4 * (2 * EMBEDDING + BLOCK)
     assert alone.gradients == own + 4 * EMBEDDING
 
 

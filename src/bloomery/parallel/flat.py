@@ -24,25 +24,33 @@ from bloomery.parallel.mesh import Mesh
 
 
 class ReductionsInFlight:
-    """Sums of sharded gradients that run while the backward goes on; each holds a block's whole gradient.
+    """Sums of sharded gradients that run while the backward goes on; each holds a group's whole gradient.
 
-    limit: how many may run beside the backward; 0: each is waited for at once.
+    limit: of how many blocks they may run beside the backward; 0: each is waited for at once. The groups of
+        the ends count one by one, since theirs are large.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._finishes: deque[Callable[[], None]] = deque()
+        self._under_way: deque[tuple[str, Callable[[], None]]] = deque()
 
-    def add(self, finish: Callable[[], None]) -> None:
-        """Take a sum that was begun. finish: waits for it and adds its result; called in order."""
-        self._finishes.append(finish)
-        while len(self._finishes) > self._limit:
-            self._finishes.popleft()()
+    def add(self, bucket: str, finish: Callable[[], None]) -> None:
+        """Take a sum that was begun. finish: waits for it and adds its result; called in order.
+
+        bucket: the block that the group belongs to, or ''.
+        """
+        self._under_way.append((bucket, finish))
+        while self._blocks() > self._limit:
+            self._under_way.popleft()[1]()
 
     def finish(self) -> None:
         """Finish all."""
-        while self._finishes:
-            self._finishes.popleft()()
+        while self._under_way:
+            self._under_way.popleft()[1]()
+
+    def _blocks(self) -> int:
+        buckets = [bucket for bucket, _ in self._under_way]
+        return buckets.count("") + len({*buckets} - {""})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +328,7 @@ class FlatGroup:
                 self.reduced_gradient.copy_(own)
             self._reduced_once = True
 
-        self._in_flight.add(finish)
+        self._in_flight.add(self.layout.bucket, finish)
 
     def _free_after_last(self, parameter: nn.Parameter) -> None:
         """Free the weights once a backward has made all gradients of the group, for it needs them no more."""

@@ -37,9 +37,8 @@ def moments_of_shards(
 
     At the loss no block has weights, and before any block's backward the logits are freed. A group of
     parameters has its whole gradient from its first part until that is reduced; where reductions overlap,
-    until the next group's begins. A block has a group of matrices and one of norms and biases, which is
-    complete just after it, so that blocks have whole gradients one at a time. The embedding's comes last in a
-    micro-batch, and stays until the next one reduces another. A tied one begins with the head's part.
+    until those of the next block begin, so that two blocks have whole gradients. The embedding's comes last
+    in a micro-batch, and stays until the next one reduces another. A tied one begins with the head's part.
 
     has_more_micro_batches: whether a step has more than one on this rank.
     beside: logits of the loss; activations that are computed again, and gradients before they are added.
@@ -54,7 +53,8 @@ def moments_of_shards(
     at_loss = Moment(gradients=last_one, logits=beside.logits)
     at_backward = Moment(
         weights=width * gathered,
-        gradients=4 * min(stage.blocks, 1) * one_block + (last_one + embedding if is_tied else 0.0),
+        gradients=4 * min(stage.blocks, 2 if layout.overlaps else 1) * one_block
+        + (last_one + embedding if is_tied else 0.0),
         activations=beside.activations,
         buffers=beside.buffers,
     )
