@@ -18,7 +18,7 @@ from bloomery.model import fp8, fp8_scaling
 from bloomery.model.decoder import Decoder
 from bloomery.optim import clip
 from bloomery.optim.clip import CountedGradient
-from bloomery.parallel import build, precision
+from bloomery.parallel import local_loss, precision
 from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup
 from bloomery.parallel.fp8_weights import Fp8Weights
@@ -66,12 +66,12 @@ def norm_counted_twice() -> Iterator[None]:
 @contextmanager
 def wrong_dropout_address() -> Iterator[None]:
     """Samples are numbered within this rank's micro-batch, not within the run."""
-    address = build.dropout_address
+    address = local_loss.dropout_address
 
     def local(*, samples: torch.Tensor, **values: Any) -> Any:
         return address(samples=torch.arange(len(samples)), **values)
 
-    with patch.object(build, "dropout_address", local):
+    with patch.object(local_loss, "dropout_address", local):
         yield
 
 
