@@ -18,7 +18,7 @@ from bloomery.model import fp8, fp8_scaling
 from bloomery.model.decoder import Decoder
 from bloomery.optim import clip
 from bloomery.optim.clip import CountedGradient
-from bloomery.parallel import local_loss, precision
+from bloomery.parallel import build, local_loss, precision
 from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup
 from bloomery.parallel.fp8_weights import Fp8Weights
