@@ -55,6 +55,7 @@ def test_a_file_that_is_sent_again_is_hashed_from_its_first_byte_on(
         return True
 
     monkeypatch.setattr(Objects, "send_pieces", broken_off_once)
+    (tmp_path / "store").mkdir()
     place = ObjectPartWriter(tmp_path / "step-000003.i001.partial", f"file://{tmp_path}/store")
     sent = place.send("f", size=6, pieces=lambda: map(memoryview, (b"abc", b"def")))
     assert (sent.bytes, sent.xxh3_128) == (6, xxhash.xxh3_128_hexdigest(b"abcdef"))
