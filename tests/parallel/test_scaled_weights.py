@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.layouts.styles import recipe_of
 from tests.layouts.training import build
 from tests.parallel.small import CPU
 from tests.parallel.test_fp8_weights import BY_BLOCK, batches_of, layers_of, update
+from torch import nn
 
 from bloomery.model import fp8_scaling
 from bloomery.model.fp8_scaling import FINE_SCALINGS, FineScaling, ScaledFactor, scaled
@@ -139,3 +141,12 @@ def test_rows_that_ranks_share_are_reduced_once_for_all_layers_and_no_others(sca
             (own.columns, plain[1], is_row and not layer.splits_input),
         ):
             assert torch.equal(factor.scales, alone.scales * (2.0 if is_split else 1.0))
+
+
+def test_a_rank_without_blocks_has_nothing_to_round_or_to_reduce() -> None:
+    tensor: Any = SimpleNamespace(degree=2, all_reduce=lambda *_, **__: pytest.fail("there is no weight"))
+    weights: Any = SimpleNamespace(updated=SimpleNamespace(finish=lambda: None))
+    decoder: Any = SimpleNamespace(blocks=nn.ModuleList())
+    scaled = ScaledWeights(decoder, weights, tensor=tensor, scaling="row", keeps_copies=True, compiled=False)
+    scaled.use(wanted=True)
+    assert weights.after_rounding == scaled.refresh

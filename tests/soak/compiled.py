@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.layouts.comparison import BF16_LOSS_TOLERANCE, Matrix
+from tests.layouts.comparison import Matrix
 from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA
 from tests.machine import has_python_headers
 from tests.model.test_fp8_units import assert_compiled_alike
@@ -134,8 +134,4 @@ def test_a_compiled_layout_trains_what_one_compiled_process_trains(
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     found = matrix.difference(layout, style, settings=("train.compile=on", "train.steps=4", *settings))
     print(f"{name}, {style}, {' '.join(settings)}: {found}")
-    if "train.precision=fp8" in settings:
-        # Compiled by block and as a whole, other values stay in fp32 before they are rounded to 8 bits.
-        assert found.gradient < 0.05 and found.loss <= BF16_LOSS_TOLERANCE, found
-        return
     assert not found.beyond, found

@@ -11,7 +11,7 @@ from bloomery.config.validate_precision import uses_fp8
 
 
 def async_tensor_mistakes(recipe: Recipe) -> Iterator[Finding]:
-    """Yield one finding with all that keeps the recipe's exchanges from overlapping matmuls."""
+    """Yield one finding that names all settings which `parallel.async_tensor` cannot be used with."""
     if not recipe.parallel.async_tensor:
         return
     reasons = {

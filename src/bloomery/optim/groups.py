@@ -145,7 +145,7 @@ def block_of(name: str) -> str:
 
 
 def rule_of(piece: ParameterPiece, optim: OptimSection) -> Rule:
-    """Return the rule that a logical tensor follows."""
+    """Return by which update rule the optimizer updates a logical tensor."""
     if len(piece.shape) < 2:
         return "plain"
     if piece.name.startswith("blocks."):

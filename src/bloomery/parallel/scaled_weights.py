@@ -114,7 +114,7 @@ class ScaledWeights:
     def _maxima(self) -> list[tuple[Tensor, Tensor]]:
         """Return the largest magnitudes of the blocks of each whole weight, by rows and by columns."""
         maxima = [self._largest(layer.weight, self._scaling) for layer in self._layers]
-        if self._scaling != "row" or self._tensor.degree == 1:
+        if self._scaling != "row" or self._tensor.degree == 1 or not maxima:  # no blocks on any rank here
             return maxima
         # Rows that run over inputs are split where inputs are, those over outputs where outputs are.
         split = [own[0 if layer.splits_input else 1] for layer, own in zip(self._layers, maxima, strict=True)]
