@@ -7,6 +7,7 @@ version of torch reads one file; `tests/test_torch_private.py` calls each and sa
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -173,6 +174,13 @@ def multiply_and_scatter(x: Tensor, right: Tensor, group: str) -> Tensor:
 def allow_compilations(count: int) -> None:
     """Let torch.compile compile a function at least `count` times before it gives up on it."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    # Loading the compiler takes seconds, so a process that compiles nothing is not made to.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
 def backward_of_input(

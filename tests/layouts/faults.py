@@ -145,6 +145,13 @@ def fp32_around_8_bits() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fp32_between_products() -> Iterator[None]:
+    """No mistake: between products of 8 bits values stay fp32; scales are as they are."""
+    with patch.dict(precision.DTYPES, {"fp8": torch.float32}):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
     "untied embedding": untied_embedding,
@@ -157,4 +164,5 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "weights scaled in each product": weights_scaled_in_each_product,
     "reduction in bf16": reduction_in_bf16,
     "fp32 around 8 bits": fp32_around_8_bits,
+    "fp32 between products": fp32_between_products,
 }

@@ -17,6 +17,7 @@ from bloomery.data_loader.batches import MicroBatch
 from bloomery.parallel import build as built
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
+from bloomery.torch_private import compiled_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +39,12 @@ def compiled_model(*settings: str) -> TrainingModel:
 
 def graphs_of_a_step(model: TrainingModel, width: int, *, micro_batches: int = 2) -> int:
     """Train on micro-batches of `width` samples, and return the number of graphs that this compiled."""
-    before = counters["stats"]["unique_graphs"]
+    before = compiled_graphs()
     tokens = torch.arange(32 * width).reshape(width, 32) % 90
     batch = MicroBatch(tokens=tokens, targets=tokens, documents=None, samples=torch.arange(width))
     model.accumulate([batch] * micro_batches, 0, weight=1.0 / micro_batches)
     model.weights.reduce()
-    return counters["stats"]["unique_graphs"] - before
+    return compiled_graphs() - before
 
 
 @pytest.mark.parametrize(

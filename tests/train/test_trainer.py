@@ -59,6 +59,7 @@ def trainer_of(calls: list[tuple[Any, ...]], **parts: Any) -> Trainer:
         _slow_ranks=Noted(calls, "slow.", compare={"slow": [], "usual_s": 1.0, "ranks": 1}),
         _data_stream=Noted(calls, "data.", epochs_ended=[{"dataset": "web", "sample": 27}]),
         _held_out=None,
+        _compiled_graphs=0,
     )
     for name, part in (usual | parts).items():
         setattr(made, name, part)
@@ -101,6 +102,16 @@ def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else
     assert named(calls, "control.settle") == [("control.settle", "facts", False)]
     assert named(calls, "heartbeat.at") == [("heartbeat.at", 7, (5, "cpu"))]
     assert named(calls, "saver.journal_ended_saves")
+
+
+def test_graphs_that_a_step_compiled_are_journalled_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    trainer = trainer_of(calls)
+    for graphs in (3, 3, 4):
+        monkeypatch.setattr(trainer_module, "compiled_graphs", lambda graphs=graphs: graphs)
+        trainer.record(report(seconds=41.5), CarryOn(judged_step=7))
+    compiled = [call for call in named(calls, "journal.write") if call[1] == "compiled"]
+    assert compiled == [("journal.write", "compiled", 5, 7, made, 41.5) for made in (3, 1)]
 
 
 def test_a_save_that_ends_with_a_step_is_journalled_with_its_report() -> None:

@@ -104,6 +104,7 @@ class CorruptionCheck:
             return self._model.accumulate(micro_batches, step, weight=weight)
         with self._model.weights.tapped(discards=False) as tap:
             sums = self._model.accumulate(micro_batches, step, weight=weight)
+        self._mesh.wait_for_device()  # for the host reads the digest, which may wait for another rank
         self._trained = _Trained(first=micro_batches[0], step=step, weight=weight, digest=tap.digest)
         return sums
 

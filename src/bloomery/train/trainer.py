@@ -26,6 +26,7 @@ from bloomery.guard.verdict import Rewind, Stop, Verdict
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.schedule import Phase
+from bloomery.torch_private import compiled_graphs
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
@@ -83,6 +84,7 @@ class Trainer:
         self._slow_ranks = SlowRanks(mesh)
         self._steps: dict[Phase, StepParts] = {}
         self._steps_recipe = settings.recipe
+        self._compiled_graphs = compiled_graphs()
         self.outer = make_outer(self)
         self.saver = RunSaver(
             learner=learner,
@@ -171,6 +173,7 @@ class Trainer:
         spent = self._heartbeat.take_spent()
         self._record("step", report.step, **fields, spent=spent)
         self._slow_ranks.count(spent)
+        self._record_compilations(report)
         self.saver.complete_receipt(report)
         for guard, finding in self.guards.findings:
             self._record("guard", report.step, guard=guard, **described(finding))
@@ -185,6 +188,12 @@ class Trainer:
         self.saver.journal_ended_saves()
         self.control.settle(report.facts, stops=isinstance(verdict, Stop))
         self._observers.tell(report, verdict)
+
+    def _record_compilations(self, report: StepReport) -> None:
+        """Journal how many graphs torch.compile made for a step, which took longer by that."""
+        before, self._compiled_graphs = self._compiled_graphs, compiled_graphs()
+        if made := self._compiled_graphs - before:
+            self._record("compiled", report.step, graphs=made, seconds=report.seconds)
 
     def _name_slow_ranks(self, step: int) -> None:
         """Journal and log which ranks the others wait for. All ranks have equal findings, so all call it."""

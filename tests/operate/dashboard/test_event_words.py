@@ -23,7 +23,8 @@ def test_a_person_is_told_of_what_is_bad_and_warned_of_what_may_be() -> None:
         "loss_not_finite",
     }  # fmt: skip
     assert {name for name, level in levels.items() if level == "info"} == {
-        "start", "end", "phase", "skip", "setting", "attempt", "attempt_end", "note", "request", "job",
+        "start", "end", "phase", "compiled", "skip", "setting", "attempt", "attempt_end", "note",
+        "request", "job",
     }  # fmt: skip
     kinds = {name: shown({"event": name}).kind for name in _TITLES}
     other = {name: kind for name, kind in kinds.items() if kind != name.replace("_", " ")}

@@ -21,6 +21,7 @@ _TITLES: dict[str, tuple[str, Level]] = {
     "start": ("start", "info"),
     "end": ("end", "info"),
     "phase": ("phase", "info"),
+    "compiled": ("compiled", "info"),
     "rewind": ("rewind", "bad"),
     "rewind_impossible": ("rewind impossible", "bad"),
     "guard": ("guard", "warning"),
