@@ -21,6 +21,7 @@ from typing import Any
 from contract import Measurement
 from gpu_figures import LENGTH, against_peers, figures, outer_step, ratio, speed_job
 from gpu_run import (
+    LOSS_CHUNK,
     STEPS,
     CommandFailed,
     NoTime,
@@ -190,6 +191,7 @@ def _head(session: Session, options: argparse.Namespace) -> Iterator[list[Measur
         f"{name} {figures['bytes'] / 2**30:.4g} GiB, {1e3 * figures['seconds']:.4g} ms"
         for name, figures in told.items()
     )
+    reference = f"{reference}; ours by {LOSS_CHUNK} tokens"
     titles = {
         "naive": "head, 8,192 x 131,072: memory of the naive one",
         "naive compiled": "head, 8,192 x 131,072: memory of the naive one, compiled",

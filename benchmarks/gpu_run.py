@@ -26,6 +26,8 @@ FIRST_STEPS = 5
 """Steps at the start of a process that compile and touch memory, and do not count."""
 LEAST_VOCABULARY = 320
 """A tokenizer has all bytes, and something to learn."""
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at one time in what is measured: twice the default (see docs/notes/gpu.md)."""
 BYTES_PER_PARAMETER = 12
 COPIES_OF_A_STATE = 4
 """Two checkpoints on the disk and two buffers in memory."""
@@ -79,6 +81,7 @@ held_out_every = 0
 steps = {steps}
 global_batch = {samples}
 micro_batch = {samples}
+loss_chunk = {LOSS_CHUNK}
 compile = "{"on" if compiled else "off"}"
 
 [optim]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from gpu_attention import chosen_attention
 from gpu_recording import parts_of, peak_bytes_of
+from gpu_run import LOSS_CHUNK
 from peers_throughput import (
     LEARNING_RATE,
     OwnTraining,
@@ -152,9 +153,11 @@ def _speed_of_ours(job: Figures, kernel: str) -> Iterator[Figures]:
         recompute=layout["recompute"],
         micro_batch=layout["micro_batch"],
         fills_quickly=True,
+        loss_chunk=LOSS_CHUNK,
         **job.get("settings", {}),
     )
     use_attention(own.model.decoder, kernel)
+    layout["loss_chunk"] = LOSS_CHUNK
     layout["attention"] = kernel or "the device's own"
     batches = micro_batches(
         shape,
@@ -247,7 +250,8 @@ def _head(job: Figures) -> Iterator[Figures]:
     ours = NextTokenLoss()
 
     def fused() -> Tensor:
-        return ours(states, weight, targets, z_loss=0.0, chunk=1024, matmul_mode="native").total / tokens
+        sums = ours(states, weight, targets, z_loss=0.0, chunk=LOSS_CHUNK, matmul_mode="native")
+        return sums.total / tokens
 
     def naive() -> Tensor:
         return F.cross_entropy((states @ weight.t()).float(), targets)

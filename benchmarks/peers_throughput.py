@@ -156,6 +156,7 @@ def bloomery_training(
     micro_batch: int = 0,
     seed: int = 0,
     fills_quickly: bool = False,
+    loss_chunk: int = 1024,
     learning_rate: Callable[[], float] = lambda: LEARNING_RATE,
     **settings: str,
 ) -> OwnTraining:
@@ -164,6 +165,7 @@ def bloomery_training(
     section: another model than the shape's, of its sizes. computes_in: a precision; '' for the comparison's.
     micro_batch: samples at a time; 0 for the rank's whole share. seed: of the initial values.
     fills_quickly: whether the device draws initial values of the same distributions, in one pass.
+    loss_chunk: tokens whose logits exist at one time.
     settings: further ones of `build_training_model`.
     """
     optim = OptimSection(learning_rate=LEARNING_RATE)
@@ -176,7 +178,7 @@ def bloomery_training(
         sequence_length=shape.sequence_length,
         optim=optim,
         loss=LossSection(),
-        loss_chunk=1024,
+        loss_chunk=loss_chunk,
         seed=0,
         mesh=mesh,
         compiled=compiled,

@@ -183,7 +183,7 @@ def test_memory_of_the_head_is_that_of_the_naive_one_where_the_naive_one_takes_i
     benchmarks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = benchmarks("gpu_workers")
-    job = {"kind": "head", "tokens": 2048, "hidden": 16, "vocabulary": 512}
+    job = {"kind": "head", "tokens": 8192, "hidden": 16, "vocabulary": 512}
 
     def ratio() -> float:
         found: dict[str, Any] = {}

@@ -30,7 +30,7 @@ ROWS: tuple[Row, ...] = (
     (LLAMA, 4, "tensor=2 sequence=true data=2 zero=3", (*FP8, "train.recompute=elementwise")),
     (GPT, 4, "tensor=2 sequence=true pipeline=2", FULL),
     (BLOOM, 4, "pipeline=2 data=2 zero=1", BUCKETS),
-    (LLAMA, 4, "pipeline=2 data=2 zero=2 schedule=zero-bubble", ()),
+    (LLAMA, 4, "pipeline=2 data=2 zero=2 schedule=zero-bubble", FP8),
 )
 # These combine what others have.
 FURTHER_ROWS: tuple[Row, ...] = (
@@ -38,7 +38,7 @@ FURTHER_ROWS: tuple[Row, ...] = (
     (LLAMA, 2, "tensor=2 working=by-block", (*FP8, *BY_ROW)),
     (LLAMA, 2, "tensor=2", (*FP8, "train.fp8_scaling=mx", "model.kv_heads=8", "model.ffn=128", *MLP)),
     (GPT, 2, "tensor=2 sequence=true", ("train.recompute=elementwise",)),
-    (BLOOM, 4, "tensor=2 sequence=true data=2 zero=1", ("parallel.bucket_mb=0",)),
+    (BLOOM, 4, "tensor=2 sequence=true data=2 zero=1", (*FP8, *BY_ROW, "parallel.bucket_mb=0")),
     (GPT, 4, "tensor=2 sequence=true data=2 zero=2", ()),
     (LLAMA, 4, "tensor=2 data=2 zero=3", (*FP8, *BY_ROW, *FULL)),
     (GPT, 4, "tensor=2 sequence=true data=2 working=by-block", FP8),

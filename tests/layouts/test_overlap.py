@@ -20,15 +20,16 @@ from bloomery.plan.ranks import Degrees, degrees_of
 pytestmark = pytest.mark.timeout(900)
 
 SMALL_BUCKETS = "parallel.bucket_mb=0.03"  # several for each group of these models
-COVERED = (
-    ("DP 4", GPT),
-    ("DP 2, ZeRO 1", LLAMA),
-    ("DP 4, ZeRO 3 within 2", BLOOM),
-    ("TP 2 + SP × DP 2, ZeRO 1", GPT),
-    ("PP 2 × DP 2, ZBV", BLOOM),
-    ("DP 2, ZeRO 3, recompute full", LLAMA),
-    ("DP 2, ZeRO 2", BLOOM),
-    ("PP 2 × DP 2, ZeRO 3", LLAMA),
+FP8, BY_ROW = ("train.precision=fp8",), ("train.precision=fp8", "train.fp8_scaling=row")
+COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("DP 4", GPT, ()),
+    ("DP 2, ZeRO 1", LLAMA, ()),
+    ("DP 4, ZeRO 3 within 2", BLOOM, ()),
+    ("TP 2 + SP × DP 2, ZeRO 1", GPT, BY_ROW),
+    ("PP 2 × DP 2, ZBV", BLOOM, ()),
+    ("DP 2, ZeRO 3, recompute full", LLAMA, ()),
+    ("DP 2, ZeRO 2", BLOOM, FP8),
+    ("PP 2 × DP 2, ZeRO 3", LLAMA, ()),
 )
 NCCL_COVERED = (
     ("DP 4, ZeRO 1", LLAMA),
@@ -38,10 +39,12 @@ NCCL_COVERED = (
 )
 
 
-@pytest.mark.parametrize(("name", "style"), COVERED)
-def test_what_overlaps_gives_the_bits_of_what_follows(matrix: Matrix, name: str, style: str) -> None:
+@pytest.mark.parametrize(("name", "style", "settings"), COVERED)
+def test_what_overlaps_gives_the_bits_of_what_follows(
+    matrix: Matrix, name: str, style: str, settings: tuple[str, ...]
+) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == name)
-    assert_equal_bits(matrix, layout, style)
+    assert_equal_bits(matrix, layout, style, *settings)
 
 
 @pytest.mark.parametrize(("name", "style"), NCCL_COVERED)

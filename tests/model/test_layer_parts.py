@@ -122,10 +122,11 @@ def test_a_layer_multiplies_in_its_mode_and_adds_its_bias_where_that_is_wanted(
         layers, "fp8_linear", lambda *told, **named: given.append((*told[2:], named)) or product
     )
     layer.matmul_mode, layer.maximum = "fp8", "maximum"  # type: ignore[assignment]
-    layer.splits_input, layer.fp8_weight = True, "codes"  # type: ignore[assignment]
+    layer.splits_input, layer.fp8_weight, layer.rounds_apart = True, "codes", True  # type: ignore[assignment]
     torch.testing.assert_close(layer(x), product + 2.0)
     assert torch.equal(layer.matmul(x), product)
-    assert given == [("maximum", {"splits_input": True, "fp8_weight": "codes"})] * 2
+    named = {"splits_input": True, "fp8_weight": "codes", "rounds_apart": True}
+    assert given == [("maximum", named)] * 2
 
 
 def test_16_bits_are_widened_with_their_bias_and_rounded_once() -> None:

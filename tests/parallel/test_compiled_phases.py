@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +17,13 @@ from tests.parallel.small import CPU
 from torch._dynamo.utils import counters
 
 from bloomery.data_loader.batches import MicroBatch
+from bloomery.model import fp8
+from bloomery.model.layers import Linear
 from bloomery.parallel import build as built
+from bloomery.parallel import fp8_weights
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.recompute import set_recompute
 from bloomery.torch_private import compiled_graphs
 
 
@@ -82,3 +89,59 @@ def test_another_global_batch_compiles_nothing_and_another_precision_or_recomput
     assert graphs_of_a_step(model, 2) == 1, "of a block that computes again; the loss stays"
     model.set_phase(precision="bf16", recompute="full")
     assert graphs_of_a_step(model, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("recompute", "apart"), [("none", ()), ("elementwise", ("attention", "mlp")), ("mlp", ("attention",))]
+)
+def test_inputs_are_rounded_apart_where_compiled_code_keeps_products(
+    recompute: str, apart: tuple[str, ...]
+) -> None:
+    model = built_with_blocks(compiled=True)
+    set_recompute(model.decoder, {0: "elementwise"}, splits_backward=False, compiles=True)
+    set_recompute(model.decoder, {0: recompute}, splits_backward=False, compiles=True)
+    layers = {
+        name: part for name, part in model.decoder.blocks[0].named_modules() if isinstance(part, Linear)
+    }
+    assert len(layers) == 4
+    for name, layer in layers.items():
+        assert layer.rounds_apart == (name.split(".")[0] in apart)
+    set_recompute(model.decoder, {0: recompute}, splits_backward=False, compiles=False)
+    assert not any(layer.rounds_apart for layer in layers.values())
+
+
+def test_each_pass_rounds_inputs_to_8_bits_in_the_direction_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # divides the passes
+    for module in (fp8, fp8_weights):
+        monkeypatch.setattr(module, "has_fp8_units", lambda _device: True)
+    seen, write = Counter[tuple[bool, bool]](), fp8.write_fp8
+
+    def noted(x: torch.Tensor, scale: torch.Tensor, codes: Any, transposed: Any, **more: Any) -> None:
+        seen[codes is not None, transposed is not None] += 1
+        write(x, scale, codes, transposed, **more)
+
+    monkeypatch.setattr(fp8, "write_fp8", noted)
+    gradients = []
+    for compiled in (True, False):
+        model = built_with_blocks(compiled=compiled)
+        model.set_phase(precision="fp8", recompute="elementwise")
+        seen.clear()
+        graphs_of_a_step(model, 2, micro_batches=1)
+        # Of the four inputs each copy once; gradients both ways at once.
+        expected = {(True, False): 4, (False, True): 4, (True, True): 4} if compiled else {(True, True): 12}
+        assert seen == expected
+        gradients.append([flat.clone() for flat in model.weights.gradient])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def built_with_blocks(*, compiled: bool) -> TrainingModel:
+    """A model of one block, which is compiled by itself, or eager."""
+    model = replace(
+        build(recipe_of(LLAMA, ("train.compile=off", "model.layers=1")), Mesh(device=CPU)),
+        compiles_blocks=compiled,
+    )
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    return model

@@ -145,8 +145,9 @@ def test_rows_that_ranks_share_are_reduced_once_for_all_layers_and_no_others(sca
 
 def test_a_rank_without_blocks_has_nothing_to_round_or_to_reduce() -> None:
     tensor: Any = SimpleNamespace(degree=2, all_reduce=lambda *_, **__: pytest.fail("there is no weight"))
-    weights: Any = SimpleNamespace(updated=SimpleNamespace(finish=lambda: None))
+    updated = SimpleNamespace(positions={}, finish=lambda: updated.on_arrival(9))
+    weights: Any = SimpleNamespace(updated=updated)
     decoder: Any = SimpleNamespace(blocks=nn.ModuleList())
     scaled = ScaledWeights(decoder, weights, tensor=tensor, scaling="row", keeps_copies=True, compiled=False)
     scaled.use(wanted=True)
-    assert weights.after_rounding == scaled.refresh
+    assert updated.after_rounding == scaled.refresh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from tests.parallel.test_flat_parts import Noted
 from torch import nn
 
 from bloomery.config.parallel import ParallelSection
+from bloomery.model.fp8_scaling import Scaling
+from bloomery.model.layers import Linear
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.updated_weights import UpdatedWeights
@@ -19,10 +23,18 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(8)[None]
 
 
-def sharded(calls: list[Any], *, zero: int = 1, **parallel: Any) -> TrainingModel:
+def sharded(
+    calls: list[Any],
+    *,
+    zero: int = 1,
+    fp8_scaling: Scaling = "tensor",
+    compiled: bool = False,
+    **parallel: Any,
+) -> TrainingModel:
     axis = Noted(calls, "shard")
     mesh = Mesh(device=CPU, world=2, shard=axis, data=axis)
-    model = model_of(mesh=mesh, parallel=ParallelSection(zero=zero, **parallel))
+    section = ParallelSection(zero=zero, **parallel)
+    model = model_of(mesh=mesh, parallel=section, fp8_scaling=fp8_scaling)
     model.weights.updated.finish()
     calls.clear()
     return model
@@ -135,3 +147,78 @@ def test_what_is_not_gathered_after_an_update_is_rounded_or_freed(zero: int) -> 
             assert group.working.untyped_storage().size() == 0
         else:
             assert (mesh.shard.local_shard(group.working) == 3.0).all()
+
+
+def in_8_bits(calls: list[Any], scaling: Scaling, **parallel: Any) -> TrainingModel:
+    """A model with random weights, also those of the rank that is not there."""
+    model = sharded(calls, fp8_scaling=scaling, **parallel)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="fp8", recompute="none")
+    for working in model.weights.working:
+        working.normal_()
+    model.weights.copy_masters_to_working()
+    model.weights.updated.finish()
+    return model
+
+
+def rounded_blocks(model: TrainingModel) -> list[int]:
+    """The blocks all of whose matrices have codes in 8 bits that are not cleared."""
+    rounded = []
+    for number, block in enumerate(model.decoder.blocks):
+        copies = [codes_of(part) for part in block.modules() if isinstance(part, Linear)]
+        if all(codes.view(torch.uint8).any() for codes in copies):
+            rounded.append(number)
+    return rounded
+
+
+def codes_of(layer: Linear) -> torch.Tensor:
+    codes = layer.scaled_weight.rows.codes if layer.scaled_weight else layer.fp8_weight.codes  # type: ignore[union-attr]
+    assert codes is not None
+    return codes
+
+
+def clear_codes(model: TrainingModel) -> None:
+    for part in model.decoder.blocks.modules():
+        if isinstance(part, Linear):
+            codes_of(part).view(torch.uint8).zero_()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_block_has_its_weights_rounded_to_8_bits_when_they_have_arrived(scaling: Scaling) -> None:
+    calls: list[Any] = []
+    model = in_8_bits(calls, scaling, bucket_mb=0.0005)
+    assert rounded_blocks(model) == [0, 1, 2, 3]
+    calls.clear()
+    model.weights.copy_masters_to_working()
+    clear_codes(model)
+    first = [name for name, *_ in calls].index("shard.begin_all_gather")
+    assert first == (scaling == "tensor"), "scales do not wait for what is gathered"
+    seen = list[list[int]]()
+    for block in model.decoder.blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(rounded_blocks(model)))
+    with torch.no_grad():
+        model.decoder(TOKENS)
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    for _ in range(2):  # an update whose weights no forward used is rounded before the next
+        clear_codes(model)
+        model.weights.copy_masters_to_working()
+    assert model.weights.updated.under_way and rounded_blocks(model) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_without_overlap_weights_are_rounded_to_8_bits_before_the_next_forward(scaling: Scaling) -> None:
+    model = in_8_bits([], scaling, overlap=False)
+    clear_codes(model)
+    model.weights.copy_masters_to_working()
+    assert rounded_blocks(model) == [0, 1, 2, 3]
+
+
+def test_an_evaluation_of_a_compiled_model_comes_after_what_compiled_code_makes_of_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = replace(sharded([], bucket_mb=0.0005), compiled=True), list[int]()
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda _stance: nullcontext())  # would load a compiler
+    monkeypatch.setattr(TrainingModel, "_entropy", lambda own, *_: seen.append(own.weights.updated.under_way))
+    model.weights.copy_masters_to_working()
+    model.entropy([])
+    assert seen == [0]

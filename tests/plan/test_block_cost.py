@@ -15,6 +15,7 @@ from bloomery.plan.block_cost import (
     block_passes,
     elementwise_pass,
     embedding_passes,
+    expansion,
     head_passes,
     internode_bytes_per_s,
     matmul_s,
@@ -279,3 +280,21 @@ def test_machines_without_links_reduce_over_their_network() -> None:
     assert across == pytest.approx(sent / 0.25e9 + 6 * 7e-6)
     assert ring_s(unlinked, 1e6, 1, passes=2, per_node=2, sharing=1) == 0.0
     assert ring_s(unlinked, 1e6, 2, passes=2, per_node=2, sharing=1) == pytest.approx(2 * 3e-6)
+
+
+@pytest.mark.parametrize(("scaling", "speed"), [("row", 0.95), ("block", 0.75), ("mx", 0.95)])
+def test_products_in_8_bits_are_slower_with_many_scales_and_others_are_as_fast(
+    scaling: str, speed: float
+) -> None:
+    machines = machine(memory_gb_per_s=2e9, fp8_teraflops=4.0)
+    plain, fine = (
+        replace(of(hardware=machines, precision="fp8"), fp8_scaling=name) for name in ("tensor", scaling)
+    )
+    attention = attention_passes(plain)
+    for part in ("forward", "backward"):
+        one, many = (getattr(block_passes(work), part).compute_s for work in (plain, fine))
+        others = getattr(attention, part).compute_s
+        assert many - others == pytest.approx((one - others) / speed)
+    assert expansion(fine).compute_s == pytest.approx(expansion(plain).compute_s / speed)
+    assert head_passes(fine) == head_passes(plain)
+    assert block_passes(replace(fine, precision="bf16")) == block_passes(replace(plain, precision="bf16"))

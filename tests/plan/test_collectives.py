@@ -115,9 +115,10 @@ def test_fp8_reduces_the_scales_of_weights_once_a_step_and_those_of_split_factor
     again = on_axis(shape(2, *settings, "train.recompute=full"), "tensor")
     assert again["all_reduce", 2] == 8 * LAYERS * (4 + 2)
     assert on_axis(shape(2, *settings, "train.recompute=mlp"), "tensor")["all_reduce", 2] == 8 * LAYERS * 5
-    freed = shape(4, *settings, "parallel.data=2", "parallel.zero=3")
-    for axis in ("tensor", "shard"):
-        assert on_axis(freed, axis)["all_reduce", 4 * 4 * LAYERS] == 1
+    for zero in (1, 3):
+        sharded = shape(4, *settings, "parallel.data=2", f"parallel.zero={zero}")
+        for axis in ("tensor", "shard"):
+            assert on_axis(sharded, axis)["all_reduce", 4 * 4 * LAYERS] == 1
 
 
 def test_fp8_with_scales_by_row_reduces_one_number_for_each_row_that_ranks_share() -> None:
@@ -129,6 +130,10 @@ def test_fp8_with_scales_by_row_reduces_one_number_for_each_row_that_ranks_share
     assert kept[of_tokens] == 8 * LAYERS * 4 and kept[of_weights] == 1
     # Rows of 64 tokens and of 64 channels have as many bytes.
     assert freed[of_tokens] == 2 * 8 * LAYERS * 4 and freed[of_weights] == 0
+    sharded = (*settings, "parallel.data=2", "parallel.zero=1")
+    beside = on_axis(shape(4, *sharded), "tensor")  # a block rounds its weights when they have arrived
+    assert beside["all_reduce", 4 * HIDDEN * 4] == LAYERS and beside[of_weights] == 0
+    assert on_axis(shape(4, *sharded, "parallel.overlap=false"), "tensor")[of_weights] == 1
     plain = on_axis(shape(2, "parallel.tensor=2"), "tensor")
     for scaling in ("block", "mx"):
         made = replace(shape(2, *settings), fp8_scaling=scaling)

@@ -191,6 +191,31 @@ def test_stages_on_several_machines_share_the_network_of_one() -> None:
     assert split.pipeline_transfer_s == pytest.approx(2 * message * (3 + 0.2 * 4))
 
 
+@pytest.mark.parametrize(
+    ("layout", "rate"),
+    [
+        (Layout(pipeline=4, blocks=(2, 2, 2, 2), head_rank=3), LINK),
+        (Layout(pipeline=2, data=4, zero=1), LINK),  # each rank has a quarter of the gradient
+        (Layout(pipeline=4, tensor=4, blocks=(2, 2, 2, 2), head_rank=3), NETWORK / 8),
+        (Layout(pipeline=2, schedule="zbv", chunks=2, head_rank=0), math.inf),  # one rank has both ends
+        (Layout(data=4), math.inf),
+    ],
+)
+def test_a_pipelines_ends_sum_a_tied_embedding_once_a_step(layout: Layout, rate: float) -> None:
+    tied, untied = (
+        step_time(
+            replace(of(layout), model=replace(MODEL, tied=tied)),
+            PARAMETERS,
+            global_batch=4 * MICRO_BATCH * layout.data,
+            recompute="none",
+        ).pipeline_transfer_s
+        for tied in (True, False)
+    )
+    latency = {LINK: LINK_S, NETWORK / 8: NETWORK_S, math.inf: 0.0}[rate]
+    size = 4 * VOCABULARY * HIDDEN / layout.tensor / layout.shards
+    assert tied - untied == pytest.approx(ring(size, 2, rate=rate, latency=latency, passes=2))
+
+
 OVERLAP = HARDWARE.node.overlap
 
 

@@ -66,7 +66,7 @@ def start_up(calls: Calls, rundir: RunDirectory, *settings: str, **changed: Any)
         changes=SettingChanges(),
         mesh=Mesh(device=CPU),
         compilation=Compilation(on=True, why="it pays"),
-        attention=AttentionDecision(kernel="", why="a CPU"),
+        attention=SimpleNamespace(decision=AttentionDecision(kernel="", why="a CPU")),
         recomputation=Recomputation(mode="mlp", why="none needs 9.0 GiB of 8.0"),
         rundir=rundir,
         options=StartOptions(say=lambda line: calls.append(("said", line))),
@@ -111,7 +111,14 @@ def test_a_start_is_journalled_with_what_it_changes_and_how_it_computes(
             "changes": {"optim.clip": ["1.0", "2.0"]},
             "compiled": True,
             "compiled_why": "it pays",
-            "attention": {"kernel": "", "why": "a CPU", "sizes": "", "seconds": {}, "refusals": {}},
+            "attention": {
+                "kernel": "",
+                "why": "a CPU",
+                "sizes": "",
+                "seconds": {},
+                "refusals": {},
+                "found_for": {},
+            },
             "precision": "bf16",
             "recompute": "mlp",
             "recompute_why": "none needs 9.0 GiB of 8.0",
@@ -211,9 +218,10 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     monkeypatch.setattr(run_start, "identity", lambda path: f"identity of {path.path.name}")
     mesh = Mesh(device=CPU, world=4, data=Axis(ranks=(0, 1)))
     length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
-    attention = AttentionDecision(
+    decision = AttentionDecision(
         kernel="flash", why="the quickest here", sizes="8 heads", seconds={"flash": 2e-3}
     )
+    attention = SimpleNamespace(decision=decision)
     compilation = Compilation(on=False, why="too short")
     start = start_up(calls, rundir, *length, mesh=mesh, compilation=compilation, attention=attention)
     start._watchers(STATE)

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from tests.train.real_ranks import train_on_ranks
 from tests.train.test_loop import events, go
+from torch import nn
 
 from bloomery import durable
 from bloomery.config.load import load_recipe
@@ -24,7 +26,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.train import attention_kernel
-from bloomery.train.attention_kernel import AttentionDecision, decide_attention
+from bloomery.train.attention_kernel import AttentionChoice, AttentionDecision, decide_attention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -187,3 +189,65 @@ def test_ranks_agree_with_the_first_and_a_resumed_run_with_the_first_start(
         starts = [event for event in read_journal(rundir.journal(rank=rank)) if event["event"] == "start"]
         assert [event["attention"]["kernel"] for event in starts] == ["math", "math"]
     assert json.loads(rundir.attention.read_text())["decision"]["kernel"] == "math"
+
+
+def test_a_run_that_goes_on_elsewhere_takes_the_kernel_that_its_checkpoint_names(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [{"flash": 2.0, "math": 1.0}, {"flash": 1.0, "math": 2.0}]
+    monkeypatch.setattr(attention_kernel, "_chooses_by_time", lambda device: True)
+    monkeypatch.setattr(attention_kernel, "measure", lambda *_, **__: (seconds.pop(0), {}))
+    settings = ("model.hidden_dropout=0.0", f"checkpoint.url=file://{tmp_path}/store")
+    for stop, name in ((2, "here"), (3, "elsewhere")):
+        loaded, path = start(*settings, f"guard.stop_at_step={stop}", name=name)
+        go(loaded, path)
+        (begun,) = events(path, "start")
+        assert begun["step"] == (0 if name == "here" else 2) and begun["attention"]["kernel"] == "math"
+    assert begun["attention"]["why"] == "the quickest when the run began" and len(seconds) == 1
+    assert not RunDirectory(path).attention.exists()
+
+
+def test_what_a_checkpoint_names_goes_before_the_run_directory_and_other_gpus_measure_anew(
+    rundir: RunDirectory,
+    measured: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved = replace(decided(rundir), kernel="cudnn").to_json()
+
+    def resumed(saved: Any) -> str:
+        return decide_attention(recipe(), Mesh(device=GPU), rundir, vocabulary=512, saved=saved).kernel
+
+    assert resumed(saved) == "cudnn" and resumed({}) == "flash" and len(measured) == 1
+    assert resumed({**saved, "of": "another version"}) == "flash"
+    assert "the checkpoint's kernel of attention is not understood" in caplog.text
+    rundir.attention.unlink()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    assert resumed(saved) == "cudnn" and len(measured) == 2, "the second measurement finds it the quickest"
+
+
+def test_a_file_of_before_says_what_it_was_found_for_beside_the_decision(
+    rundir: RunDirectory, measured: list[Any]
+) -> None:
+    decision = decided(rundir).to_json()
+    old = {"found_for": decision.pop("found_for"), "decision": {**decision, "kernel": "cudnn"}}
+    rundir.attention.write_text(json.dumps(old))
+    assert decided(rundir).kernel == "cudnn" and len(measured) == 1
+
+
+def test_the_kernel_is_chosen_once_in_a_process_and_saved_only_where_it_was_measured() -> None:
+    asked: list[Any] = []
+    module = nn.Module()
+    measured = AttentionDecision(kernel="math", why="", found_for={"device": "H200"})
+    for decision, is_saved in ((measured, True), (replace(measured, found_for={}), False)):
+        choice = AttentionChoice(module, decide=lambda saved, own=decision: asked.append(saved) or own)  # type: ignore[arg-type, misc, func-returns-value]
+        assert choice.to_json() == {}
+        flash_was = torch.backends.cuda.flash_sdp_enabled()
+        choice.begin({"kernel": "math"})
+        choice.begin({"kernel": "flash"})
+        assert choice.decision is decision and module.tiles_plain_attention is False
+        assert torch.backends.cuda.flash_sdp_enabled() is False
+        assert choice.to_json() == (decision.to_json() if is_saved else {})
+        choice.close()
+        assert torch.backends.cuda.flash_sdp_enabled() is flash_was is True
+    assert asked == [{"kernel": "math"}] * 2

@@ -38,6 +38,7 @@ class Recorded:
         self.begins: Any = True
         self.refuses_save: StorageError | None = None
         self.newest, self.oldest = -1, ""
+        self.attention: dict[str, Any] = {}
         self.restored = replace(STATE, step=4, position=Position(consumed=16))
         self.new_restraint: Restraint | None = None
         self.mesh = SimpleNamespace(is_first=True)
@@ -48,6 +49,9 @@ class Recorded:
                 optimizers="optimizers",
                 loss_scale="loss scale",
                 initialise=lambda seed: self.note("initialise", seed),
+                attention=SimpleNamespace(
+                    begin=lambda saved: self.note("attention", saved), to_json=lambda: self.attention
+                ),
             ),
             _outer=SimpleNamespace(load_state_values=lambda values: self.note("outer", values)),
             _settings=SimpleNamespace(

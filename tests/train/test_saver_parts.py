@@ -58,10 +58,20 @@ def test_a_start_goes_on_from_the_newest_checkpoint_and_proves_it(run: Recorded)
     assert run.calls == [
         (RankActivity.LOADING,),
         ("restore", {"reason": "start", "up_to_step": None, "fallback": True}),
+        ("attention", {}),
         *went_on("start", other_mixture=False),
         ("resumed",),
     ]
     assert run.events == []
+
+
+def test_the_kernel_of_attention_is_saved_and_comes_back_before_anything_is_computed(run: Recorded) -> None:
+    run.attention = {"kernel": "math"}
+    saved = run.saver._to_save(STATE)
+    assert saved.values["attention"] == {"kernel": "math"}
+    run.saver._store.restore = lambda *_, **__: replace(RESTORED, values={**RESTORED.values, **saved.values})  # type: ignore[method-assign]
+    run.saver.restore()
+    assert run.named("attention", "begin")[0] == ("attention", {"kernel": "math"})
 
 
 def test_another_mixture_is_journalled_at_the_step_from_which_it_holds(run: Recorded) -> None:
@@ -156,6 +166,7 @@ def test_a_run_begins_with_drawn_weights_or_those_of_a_directory_and_nothing_lea
         optimizers=SimpleNamespace(reset=lambda: calls.append("optimizers")),  # type: ignore[arg-type]
         loss_scale=SimpleNamespace(reset=lambda: calls.append("scale")),  # type: ignore[arg-type]
         bigrams="bigrams",  # type: ignore[arg-type]
+        attention="attention",  # type: ignore[arg-type]
         begin=(lambda: calls.append("begun")) if begins else None,
     )
     learner.initialise(seed=5)

@@ -46,6 +46,7 @@ class Made:
         self.control = SimpleNamespace(close=lambda: self.order.append("control closed"))
         self.observers = SimpleNamespace(close=lambda: self.order.append("observers closed"))
         self.store = SimpleNamespace(incarnation=6)
+        self.attention = SimpleNamespace(close=lambda: self.order.append("attention closed"))
         self.model = SimpleNamespace(weights="weights", decoder="decoder")
         self.settings = SimpleNamespace(recipe="of the step under way")
         answers: dict[str, Any] = {
@@ -54,7 +55,7 @@ class Made:
             "token_cost": "cost",
             "_compilation": Compilation(on=compiled, why="why"),
             "decide_attention": AttentionDecision(kernel="flash", why="why"),
-            "use_attention": None,
+            "AttentionChoice": self.attention,
             "_build_model": self.model,
             "build_data_stream": self.stream,
             "build_held_out": "held out",
@@ -84,7 +85,6 @@ class Made:
             monkeypatch.setattr(assemble, name, self.part(name, answer))
         for name, held in (
             ("deterministic_kernels", None),
-            ("attention_kernel", None),
             ("make_heartbeat", self.heartbeat),
             ("explaining_out_of_memory", None),
             ("Journal", "journal"),
@@ -141,8 +141,7 @@ def test_the_parts_of_a_run_are_made_in_order_and_closed_in_reverse(
         (f"heartbeat.{RankActivity.BUILDING}", "Control"),
         ("explaining_out_of_memory", "_build_model"),
         ("no compilation", "_build_model"),
-        ("deterministic_kernels", "decide_attention"),
-        ("attention_kernel", "_build_model"),
+        ("deterministic_kernels", "AttentionChoice"),
         ("_build_backup", "_open_store"),
     ):
         assert at(before) < at(after), (before, after)
@@ -151,7 +150,7 @@ def test_the_parts_of_a_run_are_made_in_order_and_closed_in_reverse(
         "observers closed",
         "Journal closed",
         "batches closed",
-        "attention_kernel closed",
+        "attention closed",
         "control closed",
         "explaining_out_of_memory closed",
         "make_heartbeat closed",
@@ -200,11 +199,10 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
         },
     )
     assert given["_compilation"] == ((recipe, "cost", mesh), {})
-    assert given["decide_attention"] == ((recipe, mesh, rundir), {"vocabulary": 300})
-    assert given["attention_kernel"] == (("flash",), {}) and given["use_attention"] == (
-        ("decoder", "flash"),
-        {},
-    )
+    (decoder,), chosen = given["AttentionChoice"]
+    assert decoder == "decoder" and chosen["decide"]({"kernel": "math"}).kernel == "flash"
+    saved = {"kernel": "math"}
+    assert given["decide_attention"] == ((recipe, mesh, rundir), {"vocabulary": 300, "saved": saved})
     assert given["_build_model"] == ((recipe, PREPARED, mesh), {"compiled": True})
     assert given["build_held_out"] == ((recipe, PREPARED, made.model, mesh), {"report_progress": "tick"})
     assert given["Journal"] == ((rundir.journal(rank=1),), {})
@@ -284,7 +282,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
         rundir,
     )
     assert (beginning.journal, beginning.compilation.on) == ("journal", True)
-    assert beginning.attention.kernel == "flash"
+    assert beginning.attention is learner.attention is made.attention
     assert (beginning.observers, beginning.heartbeat) == (made.observers, made.heartbeat)
     assert beginning.options is start and beginning.summarise() == "summary"
     assert beginning.recipe_now() == "of the step under way"

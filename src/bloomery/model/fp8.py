@@ -61,6 +61,7 @@ def fp8_linear(
     *,
     splits_input: bool = False,
     fp8_weight: Fp8Weight | None = None,
+    rounds_apart: bool = False,
 ) -> Tensor:
     """Return x · weightᵀ in x's dtype, from 8-bit factors, with 8-bit factors backward. [..., i] → [...,
     o].
@@ -69,13 +70,16 @@ def fp8_linear(
     splits_input: whether those ranks hold parts of the inputs of one product; else they hold parts of its
         outputs. It is called for split factors only: the other ones are equal on all ranks.
     fp8_weight: of `weight`, as it is now; None: the weight is scaled here.
+    rounds_apart: whether the two copies of x are made by an operator each, so that compiled code may leave
+        out either. One operator for both reads x once.
     """
     rows = x.flatten(0, -2)
     if fp8_weight is None:
         scale = fp8_scale(_largest(weight.detach(), maximum), FP8_FORWARD)
         fp8_weight = Fp8Weight(scale=scale)
     known = (fp8_weight.scale, fp8_weight.codes, fp8_weight.transposed, fp8_weight.master)
-    return _Fp8Product.apply(rows, weight, *known, maximum, splits_input).unflatten(0, x.shape[:-1])
+    product = _Fp8Product.apply(rows, weight, *known, maximum, splits_input, rounds_apart)
+    return product.unflatten(0, x.shape[:-1])
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -90,9 +94,14 @@ class _Fp8Product(torch.autograd.Function):
         master: Tensor | None,
         maximum: Maximum | None,
         splits_input: bool,  # noqa: FBT001  — autograd's functions have positional arguments only
+        rounds_apart: bool,  # noqa: FBT001
     ) -> Tensor:
         scale_x = fp8_scale(_largest(x, maximum if splits_input else None), FP8_FORWARD)
-        codes_x, transposed_x = to_fp8_twice(x, scale_x, FP8_FORWARD)
+        if rounds_apart:
+            codes_x = to_fp8_codes(x, scale_x, FP8_FORWARD, through=x.dtype)
+            transposed_x = to_fp8_transposed(x, scale_x, FP8_FORWARD, through=x.dtype)
+        else:
+            codes_x, transposed_x = to_fp8_twice(x, scale_x, FP8_FORWARD)
         ctx.is_kept, ctx.dtype = codes is not None, x.dtype
         read_backward = transposed
         if codes is None:
@@ -115,7 +124,7 @@ class _Fp8Product(torch.autograd.Function):
         codes, transposed = to_fp8_twice(gradient, scale_g, FP8_BACKWARD)
         by_x = _fp8_product(codes, weight.t(), (scale_g, scale), ctx.dtype)  # [n, i]
         by_weight = _fp8_product(transposed, transposed_x.t(), (scale_g, scale_x), ctx.dtype)  # [o, i]
-        return by_x, by_weight, None, None, None, None, None, None
+        return by_x, by_weight, None, None, None, None, None, None, None
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,7 @@ class Linear(nn.Module):
 
     maximum, splits_input: how tensor-parallel ranks split the products, see `fp8_linear`.
     scaling: what shares a scale in products of 8 bits.
+    rounds_apart: see `fp8_linear`.
     fp8_weight, scaled_weight: what products of 8 bits know of the weight as it is now, with one scale or with
         many; None: they find it themselves.
     """
@@ -79,6 +80,7 @@ class Linear(nn.Module):
     maximum: Maximum | None = None
     splits_input: bool = False
     scaling: Scaling = "tensor"
+    rounds_apart: bool = False
     fp8_weight: Fp8Weight | None = None
     scaled_weight: ScaledWeight | None = None
 
@@ -111,7 +113,12 @@ class Linear(nn.Module):
     def _fp8_product(self, x: Tensor) -> Tensor:
         if self.scaling == "tensor":
             return fp8_linear(
-                x, self.weight, self.maximum, splits_input=self.splits_input, fp8_weight=self.fp8_weight
+                x,
+                self.weight,
+                self.maximum,
+                splits_input=self.splits_input,
+                fp8_weight=self.fp8_weight,
+                rounds_apart=self.rounds_apart,
             )
         return scaled_linear(
             x,

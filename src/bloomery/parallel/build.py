@@ -137,6 +137,8 @@ class TrainingModel:
         """
         if not self.compiled:
             return self._entropy(batches, report_progress)
+        # 8-bit copies of updated weights are made by compiled code, as before a step: others could differ.
+        self.weights.updated.finish()
         # Held-out batches have up to 8 widths. Each would be compiled anew, up to a limit at which it fails.
         with torch.compiler.set_stance("force_eager"):
             return self._entropy(batches, report_progress)

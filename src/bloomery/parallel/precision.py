@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -96,7 +96,6 @@ class MasterWeights:
     updated: gathers working weights after an update.
     scope: whether the masters are equal on all peers of an elastic run ('shared'), or this peer's own
         ('peer').
-    after_rounding: is called when the masters have changed and were rounded. Collective over the peer.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class MasterWeights:
         self._tap: GradientTap | None = None
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
-        self.after_rounding: Callable[[], None] = lambda: None
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
@@ -165,6 +163,13 @@ class MasterWeights:
         """
         self.updated.finish()
         return [group.working for group in self._groups]
+
+    def rounded_shard(self, group: int) -> Tensor:
+        """Return what this rank's masters of a group were rounded to, within the working weights.
+
+        It is valid where these are kept, after the masters were rounded and before others arrive.
+        """
+        return self._mesh.shard.local_shard(self._groups[group].working)
 
     @property
     def reduced_gradient(self) -> list[Tensor]:
@@ -251,7 +256,6 @@ class MasterWeights:
         Where it overlaps, weights that are sharded until now are gathered while the next forward begins.
         """
         self.updated.begin()
-        self.after_rounding()
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.model.decoder import Block, Decoder
+from bloomery.model.layers import Linear
 from bloomery.parallel.mesh import Mesh
 from bloomery.torch_private import allow_compilations
 
@@ -73,19 +74,33 @@ def set_recompute(
         for method in ("forward", "mix", "expand"):
             _unwrap(block, method)
         _unwrap(block.attention, "attend")
+        _round_apart(block, wanted=False)
         # `forward` is replaced, not hooked: hooks on a block, such as those that gather its weights, stay
         # outside of what is computed again, and outside of what is compiled.
         if modes[block.index] == "full":
             block.__dict__["forward"] = wrap(block.forward)
         elif modes[block.index] == "elementwise":
             block.__dict__["forward"] = _keeping_products(block.forward)
+            _round_apart(block, wanted=compiles)
         elif modes[block.index] == "mlp":
             block.__dict__["mix"] = _keeping_products(block.mix)
             block.__dict__["expand"] = wrap(block.expand)
+            _round_apart(block.attention, wanted=compiles)
         elif modes[block.index] == "selective":
             block.attention.__dict__["attend"] = wrap(block.attention.attend)
         if compiles:
             block.__dict__["forward"] = compiled_function(block.forward)
+
+
+def _round_apart(module: nn.Module, *, wanted: bool) -> None:
+    """Have linear layers round inputs to 8 bits by an operator for each direction, or by one for both.
+
+    Where compiled code keeps a product and rounds its input again, the forward needs the one direction, and
+    the backward the other. Eager code would make both in each, by two passes over the input.
+    """
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.rounds_apart = wanted
 
 
 def _unwrap(module: nn.Module, method: str) -> None:

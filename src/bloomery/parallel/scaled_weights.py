@@ -1,10 +1,13 @@
 """The 8-bit copies of a decoder's weights with many scales each, made once after each update.
 
 Like those of one scale (`parallel/fp8_weights.py`) they are functions of the working weights, and no state of
-a run.
+a run. Weights that are gathered from shards are rounded when they have arrived.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -77,32 +80,44 @@ class ScaledWeights:
         """
         self._weights, self._tensor, self._scaling = weights, tensor, scaling
         self._keeps_copies = keeps_copies
-        self._layers = [part for part in decoder.blocks.modules() if isinstance(part, Linear)]
+        positions = weights.updated.positions
+        layers = [part for part in decoder.blocks.modules() if isinstance(part, Linear)]
+        self._layers = sorted(
+            ((positions[layer.weight], layer) for layer in layers), key=lambda layer: layer[0]
+        )
+        self._unrounded: deque[tuple[int, Linear]] = deque()
         self._is_used = False
         self._largest = compiled_function(_largest_both_ways) if compiled else _largest_both_ways
         self._rounded = compiled_function(_rounded_both_ways) if compiled else _rounded_both_ways
-        weights.after_rounding = self.refresh
+        weights.updated.after_rounding = self.refresh
+        weights.updated.on_arrival = self.round_arrived
 
     def use(self, *, wanted: bool) -> None:
         """Give the layers their `ScaledWeight` from now on, or take them away and free their memory.
 
-        Collective over the tensor axis if `wanted`.
+        Waits for weights that are being gathered. Collective over the shard and the tensor axis.
         """
+        self._weights.updated.finish()
         self._is_used = wanted and self._keeps_copies
-        for layer in self._layers:
+        for _, layer in self._layers:
             layer.scaled_weight = None
         self.refresh()
+        self._weights.updated.finish()
+
+    def refresh(self) -> None:
+        """Have the copies made anew of the weights when they have arrived, if they are used."""
+        self._unrounded = deque(self._layers if self._is_used else ())
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Make the copies those of the weights as they are now, if they are used.
+    def round_arrived(self, position: int) -> None:
+        """Make the copies of the weights up to `position` those of the weights, which have arrived.
 
-        Collective over the same axis as `use`: one reduction of some numbers for each row of a split weight.
+        Collective over the tensor axis: one reduction of a number for each row that its ranks share.
         """
-        if not self._is_used:
-            return
-        self._weights.updated.finish()
-        for layer, largest in zip(self._layers, self._maxima(), strict=True):
+        arrived = list[Linear]()
+        while self._unrounded and self._unrounded[0][0] <= position:
+            arrived.append(self._unrounded.popleft()[1])
+        for layer, largest in zip(arrived, self._maxima(arrived), strict=True):
             rows, columns = self._rounded(layer.weight, *largest, self._scaling)
             if layer.scaled_weight is None:
                 layer.scaled_weight = ScaledWeight(rows=rows, columns=columns)
@@ -111,13 +126,13 @@ class ScaledWeights:
                 kept.codes.copy_(new.codes)
                 kept.scales.copy_(new.scales)
 
-    def _maxima(self) -> list[tuple[Tensor, Tensor]]:
+    def _maxima(self, layers: Sequence[Linear]) -> list[tuple[Tensor, Tensor]]:
         """Return the largest magnitudes of the blocks of each whole weight, by rows and by columns."""
-        maxima = [self._largest(layer.weight, self._scaling) for layer in self._layers]
-        if self._scaling != "row" or self._tensor.degree == 1 or not maxima:  # no blocks on any rank here
+        maxima = [self._largest(layer.weight, self._scaling) for layer in layers]
+        if self._scaling != "row" or self._tensor.degree == 1 or not maxima:  # the same on all ranks here
             return maxima
         # Rows that run over inputs are split where inputs are, those over outputs where outputs are.
-        split = [own[0 if layer.splits_input else 1] for layer, own in zip(self._layers, maxima, strict=True)]
+        split = [own[0 if layer.splits_input else 1] for layer, own in zip(layers, maxima, strict=True)]
         joined = torch.cat([part.flatten() for part in split]).float()
         # As integers of their bits, so that NaN is above all numbers on every rank; see `fp8_weights.py`.
         self._tensor.all_reduce(joined.view(torch.int32), maximum=True)

@@ -2,12 +2,13 @@
 
 Under ZeRO 1 and 2 a rank updates its shard of the masters, and each rank then needs all working weights. They
 are gathered range by range, in the order in which a forward needs them, and each block waits for its own.
+What is made of them, as 8-bit copies are, is made when they are there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +40,12 @@ class UpdatedWeights:
 
     Where it overlaps, `begin` returns before they are there. A forward of the module waits for what it needs,
     and whoever else reads them calls `finish` first.
+
+    positions: of the module's parameters, in the order in which a forward needs them.
+    after_rounding: is called when each rank has rounded its shard, and nothing is gathered yet. Collective
+        over the peer.
+    on_arrival: is called with a position when the weights of all parameters up to there have arrived: again
+        and again, in an order that all ranks of a tensor axis share, with all of them after each update.
     """
 
     def __init__(
@@ -46,17 +53,20 @@ class UpdatedWeights:
     ) -> None:
         """bucket_bytes: see `GradientBuckets`. overlaps: whether the next forward goes on meanwhile."""
         self._groups, self._overlaps = tuple(groups), overlaps
-        positions = {parameter: position for position, parameter in enumerate(module.parameters())}
+        self.positions = {parameter: position for position, parameter in enumerate(module.parameters())}
+        self.after_rounding: Callable[[], None] = lambda: None
+        self.on_arrival: Callable[[int], None] = lambda position: None
         ranges = [
             part
             for group in groups
             if group.gathers_after_update
-            for part in _ranges_of(group, positions, range_bytes=BUCKETS_AT_ONCE * bucket_bytes)
+            for part in _ranges_of(group, self.positions, range_bytes=BUCKETS_AT_ONCE * bucket_bytes)
         ]
         self._ranges = sorted(ranges, key=lambda part: part.position)
         self._gathers: deque[tuple[int, PendingCollective]] = deque()
-        if self._ranges and overlaps:
-            self._wait_within(module, positions)
+        self._is_awaited_by_blocks = overlaps and bool(self._ranges)
+        if self._is_awaited_by_blocks:
+            self._wait_within(module)
 
     @property
     def under_way(self) -> int:
@@ -71,26 +81,31 @@ class UpdatedWeights:
         self.finish()
         for group in self._groups:
             group.round_masters()
+        self.after_rounding()
         for part in self._ranges:
-            self._gathers.append((part.position, part.group.begin_gathering_range(part.elements)))
-            if not self._overlaps:
-                self.finish()
+            gather = part.group.begin_gathering_range(part.elements)
+            if self._overlaps:
+                self._gathers.append((part.position, gather))
+            else:
+                gather.wait_for_collective()
+        if not self._is_awaited_by_blocks:
+            self.finish()
 
     def finish(self) -> None:
-        """Wait until all working weights are there."""
-        while self._gathers:
-            self._gathers.popleft()[1].wait_for_collective()
+        """Wait until all working weights are there, and what is made of them."""
+        self._finish_up_to(len(self.positions))
 
     def _finish_up_to(self, position: int, *_of_hook: object) -> None:
         while self._gathers and self._gathers[0][0] <= position:
             self._gathers.popleft()[1].wait_for_collective()
+        self.on_arrival(position)
 
-    def _wait_within(self, module: nn.Module, positions: dict[nn.Parameter, int]) -> None:
+    def _wait_within(self, module: nn.Module) -> None:
         """Hook the parts of a decoder, in the order in which a forward calls them; or a module as a whole."""
-        first_of_blocks = everything = len(positions)
+        first_of_blocks = everything = len(self.positions)
         if isinstance(module, Decoder):
             for block in module.blocks:
-                own = [positions[parameter] for parameter in block.parameters()]
+                own = [self.positions[parameter] for parameter in block.parameters()]
                 first_of_blocks = min(first_of_blocks, *own)
                 block.register_forward_pre_hook(partial(self._finish_up_to, max(own)))
             # The head has no forward of its own: its weight is asked for after the final norm.

@@ -21,6 +21,10 @@ from bloomery.plan.parameters import ffn_width, head_size, kv_heads, query_width
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """The bytes of one value that flows between operations; only matmuls use fp8."""
+FP8_SPEEDS = {"tensor": 1.0, "row": 0.95, "block": 0.75, "mx": 0.95}
+"""The speed of products in 8 bits by what shares a scale (`train.fp8_scaling`), rounding included, as a share
+of the speed with one scale a tensor: the middle of what docs/notes/gpu.md predicts, and not measured.
+"""
 WIDEST_TILED_HEAD = 128
 """The widest attention head that the kernels for GPUs compute (`model/fused_attention.py`)."""
 
@@ -127,6 +131,8 @@ class Workload:
     """Muon's iterations at each step's update; 0 if AdamW updates everything."""
     masks_documents: bool = False
     """Whether a token attends only within its document."""
+    fp8_scaling: str = "tensor"
+    """What shares a scale in matmuls of 8 bits."""
 
     @property
     def tokens(self) -> int:
@@ -292,10 +298,16 @@ def _linears(work: Workload) -> Passes:
     ]
     forward = backward = 0.0
     for columns, inner in shapes:
-        forward += matmul_s(work.hardware, work.precision, rows=n, columns=columns, inner=inner)
-        backward += matmul_s(work.hardware, work.precision, rows=n, columns=inner, inner=columns)
-        backward += matmul_s(work.hardware, work.precision, rows=columns, columns=inner, inner=n)
+        forward += _linear_s(work, rows=n, columns=columns, inner=inner)
+        backward += _linear_s(work, rows=n, columns=inner, inner=columns)
+        backward += _linear_s(work, rows=columns, columns=inner, inner=n)
     return Passes(forward=Spent(compute_s=forward), backward=Spent(compute_s=backward))
+
+
+def _linear_s(work: Workload, *, rows: float, columns: float, inner: float) -> float:
+    """Return the seconds of one product of a block's linear layer, with what rounds its factors to 8 bits."""
+    seconds = matmul_s(work.hardware, work.precision, rows=rows, columns=columns, inner=inner)
+    return seconds / FP8_SPEEDS[work.fp8_scaling] if work.precision == "fp8" else seconds
 
 
 def expansion(work: Workload) -> Spent:
@@ -303,19 +315,12 @@ def expansion(work: Workload) -> Spent:
     gather under sequence parallelism; where exchanges overlap products also of the last, with its scatter.
     """
     gates = 2 if work.model.activation == "swiglu" else 1
-    product = matmul_s(
-        work.hardware,
-        work.precision,
-        rows=work.tokens,
-        columns=gates * ffn_width(work.model) / work.layout.tensor,
-        inner=work.model.hidden,
-    )
+    wide = gates * ffn_width(work.model) / work.layout.tensor
+    product = _linear_s(work, rows=work.tokens, columns=wide, inner=work.model.hidden)
     gather = _tensor_exchange_s(work) / 2 if work.layout.sequence else 0.0
     if work.overlaps_products:
         inner = ffn_width(work.model) / work.layout.tensor
-        product += matmul_s(
-            work.hardware, work.precision, rows=work.tokens, columns=work.model.hidden, inner=inner
-        )
+        product += _linear_s(work, rows=work.tokens, columns=work.model.hidden, inner=inner)
         gather = _exposed_exchange_s(work, 2 * gather, beside_s=product)
     return Spent(compute_s=product, tensor_s=gather)
 

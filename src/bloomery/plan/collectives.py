@@ -358,7 +358,7 @@ def _of_update(
         maxima = sum(len(stage.blocks) for stage in own) * (model.heads // degrees.tensor)
         yield Collective(kind="all_reduce", axis="data", payload_bytes=4 * maxima, ranks=degrees.data)
     yield from _of_updated_weights(shape, buffers)
-    yield from _scales_of_weights(shape, LINEARS * sum(len(stage.blocks) for stage in own))
+    yield from _scales_of_weights(shape, sum(len(stage.blocks) for stage in own))
 
 
 def _of_updated_weights(shape: StepShape, buffers: Sequence[WeightBuffer]) -> Iterator[Collective]:
@@ -382,19 +382,19 @@ def _of_updated_weights(shape: StepShape, buffers: Sequence[WeightBuffer]) -> It
                 )
 
 
-def _scales_of_weights(shape: StepShape, layers: int) -> Iterator[Collective]:
-    """Yield the maxima over parts of weights, fp32, of which fp8 takes the scales of all layers at once."""
-    if shape.phase.precision != "fp8" or not layers:
+def _scales_of_weights(shape: StepShape, blocks: int) -> Iterator[Collective]:
+    """Yield the maxima over parts of weights, fp32, of which fp8 takes the scales of all layers."""
+    if shape.phase.precision != "fp8" or not blocks:
         return
-    keeps_copies, degrees = _keeps_narrow_weights(shape), shape.degrees
-    one_each = shape.fp8_scaling == "tensor"
-    axes: list[tuple[Axis, int]] = []
-    if one_each or (shape.fp8_scaling == "row" and keeps_copies):
-        axes.append(("tensor", degrees.tensor))
-    if one_each and not keeps_copies:
-        axes.append(("shard", degrees.shard))
-    # The side of a matrix that is not split has as many rows as the model has channels.
-    values = layers * (1 if one_each else shape.model.hidden)
-    for axis, ranks in axes:
-        if ranks > 1:
-            yield Collective(kind="all_reduce", axis=axis, payload_bytes=4 * values, ranks=ranks)
+    degrees, layers = shape.degrees, LINEARS * blocks
+    if shape.fp8_scaling == "tensor":
+        axes: tuple[tuple[Axis, int], ...] = (("tensor", degrees.tensor), ("shard", degrees.shard))
+        for axis, ranks in axes:
+            if ranks > 1:
+                yield Collective(kind="all_reduce", axis=axis, payload_bytes=4 * layers, ranks=ranks)
+    elif shape.fp8_scaling == "row" and _keeps_narrow_weights(shape) and degrees.tensor > 1:
+        # An unsplit side has the model's channels. Blocks gathered beside a forward are rounded one by one.
+        times = blocks if degrees.shard > 1 and shape.parallel.overlap else 1
+        size = 4 * layers * shape.model.hidden // times
+        for _ in range(times):
+            yield Collective(kind="all_reduce", axis="tensor", payload_bytes=size, ranks=degrees.tensor)

@@ -220,6 +220,7 @@ def base_workload(request: Request, layout: Layout) -> Workload:
         hardware=request.hardware,
         muon_iterations=recipe.optim.muon_iterations if recipe.optim.name == "muon" else 0,
         masks_documents=recipe.data.mask_documents,
+        fp8_scaling=recipe.train.fp8_scaling,
     )
     return workload_at_phase(work, phases(recipe.train)[0][1])
 

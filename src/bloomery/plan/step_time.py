@@ -1,7 +1,8 @@
 """Predicts the time of one optimizer step on a layout, and its bottleneck.
 
 A step is m micro-batches through the slowest stage, filling and draining the pipeline, the reduction over the
-data-parallel ranks, and the update. It also waits for the slowest node.
+data-parallel ranks, that of a tied embedding over the pipeline's ends, and the update. It also waits for the
+slowest node.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bloomery.plan.block_cost import (
 from bloomery.plan.layout import StageParameters, bubble_slots, stage_parameters
 from bloomery.plan.memory import rank_parameters
 from bloomery.plan.parameters import ModelParameters
+from bloomery.plan.pipeline_stages import padded_rows
 
 LOW, HIGH = 0.83, 1.2
 """The range around the estimate, by which published runs of equal shape differ (tests/plan)."""
@@ -120,7 +122,7 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
     idle = (sum(stage.total_s for stage in passes) - slowest.total_s) * bubble_slots(layout)
     bubble = idle / (layout.pipeline - 1) if layout.pipeline > 1 else 0.0
     steady = slowest * micro_batches
-    transfer = _transfer_s(work, micro_batches)
+    transfer = _transfer_s(work, micro_batches) + _tied_ends_s(work)
     exchange = _exchange_s(work, held, micro_batches=micro_batches, slot_s=slowest.total_s)
     update = _update_s(work, held, stages, micro_batches=micro_batches)
     done = steady.total_s + bubble + transfer + exchange + update
@@ -212,6 +214,21 @@ def _transfer_s(work: Workload, micro_batches: int) -> float:
     once = boundary_bytes(work) / (speed or 1e9) + latency
     visible = (layout.pipeline - 1) + VISIBLE_TRANSFER * micro_batches * layout.chunks
     return 2 * once * visible
+
+
+def _tied_ends_s(work: Workload) -> float:
+    """Return the seconds in which a pipeline's ends sum the gradients of a tied embedding, once a step.
+
+    Each end has its own, in fp32, and sums its shard over both after everything else was summed.
+    """
+    layout = work.layout
+    if layout.pipeline == 1 or layout.head_rank == 0 or not work.model.tied:
+        return 0.0
+    rows = padded_rows(work.vocabulary, degree=layout.tensor)
+    size = 4 * rows * work.model.hidden / layout.shards
+    # Each rank of a machine has a pair of its own, and all pairs exchange at once.
+    per_node = 1 if layout.leaves_node else 2
+    return ring_s(work.hardware, size, 2, passes=2, per_node=per_node, sharing=layout.per_node)
 
 
 def _exchange_s(work: Workload, held: float, *, micro_batches: int, slot_s: float) -> float:

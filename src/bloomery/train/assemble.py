@@ -27,7 +27,6 @@ from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory, prove_shared
 from bloomery.events.run_lock import host_name, lock_run
-from bloomery.model.attention_choice import attention_kernel, use_attention
 from bloomery.model.fp8_scaling import Scaling
 from bloomery.model.fp8_units import lacking_units
 from bloomery.parallel.build import TrainingModel, build_training_model
@@ -39,7 +38,7 @@ from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.recomputation import AUTO
 from bloomery.plan.schedule import phase_at, steps_of_peer
-from bloomery.train.attention_kernel import decide_attention
+from bloomery.train.attention_kernel import AttentionChoice, decide_attention
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
@@ -103,10 +102,12 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         recomputation = auto_recompute(recipe)
         if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
             heartbeat.expect_no_compilation()
-        attention = decide_attention(recipe, mesh, rundir, vocabulary=vocabulary)
-        stack.enter_context(attention_kernel(attention.kernel))
         model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
-        use_attention(model.decoder, attention.kernel)
+        attention = AttentionChoice(
+            model.decoder,
+            decide=lambda saved: decide_attention(recipe, mesh, rundir, vocabulary=vocabulary, saved=saved),
+        )
+        stack.callback(attention.close)
         data_stream = build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
         held_out = build_held_out(recipe, prepared, model, mesh, report_progress=heartbeat.tick)
@@ -167,6 +168,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 loss_scale=LossScale(mesh.device),
                 bigrams=lambda: training_bigrams(recipe, prepared),
                 begin=begins_with(recipe.init, model, mesh, say=options.say),
+                attention=attention,
             ),
             data_stream=data_stream,
             settings=settings,

@@ -26,7 +26,7 @@ from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.recomputation import Recomputation
 from bloomery.plan.request import with_vocabulary
 from bloomery.plan.schedule import steps_at_end
-from bloomery.train.attention_kernel import AttentionDecision
+from bloomery.train.attention_kernel import AttentionChoice
 from bloomery.train.data_summary import DataSummary
 from bloomery.train.observers import Observer, Observers, build_observers
 from bloomery.train.settings import StartOptions, keep_recipe
@@ -45,7 +45,7 @@ class RunStart:
     changes: SettingChanges
     mesh: Mesh
     compilation: Compilation
-    attention: AttentionDecision
+    attention: AttentionChoice
     recomputation: Recomputation
     rundir: RunDirectory
     options: StartOptions
@@ -69,7 +69,7 @@ class RunStart:
             changes={change.key: [change.old, change.new] for change in self.changes.journalled},
             compiled=self.compilation.on,
             compiled_why=self.compilation.why,
-            attention=self.attention.to_json(),
+            attention=self.attention.decision.to_json(),
             precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
             recompute=self.recomputation.mode,
             recompute_why=self.recomputation.why,
@@ -117,8 +117,8 @@ class RunStart:
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
-        if self.attention.kernel:
-            say(self.attention.line())
+        if self.attention.decision.kernel:
+            say(self.attention.decision.line())
         if self.recomputation.why:
             say(f"train.recompute = {self.recomputation.mode}: {self.recomputation.why}")
         degree = self.mesh.data.degree

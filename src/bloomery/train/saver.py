@@ -26,6 +26,7 @@ from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.loss_scale import LossScale
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
+from bloomery.train.attention_kernel import NOTHING_SAVED, AttentionChoice
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
@@ -40,6 +41,8 @@ RETRY_S = 60.0
 """Seconds after a failed save until the next one is tried."""
 BUSY_S = 1.0
 """Seconds until the next try if two earlier saves were still being written."""
+ATTENTION = "attention"
+"""The name of the values that a checkpoint has of the kernel of attention, where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Learner:
     """The model that is trained, with its optimizer state.
 
     bigrams: returns how often each token follows each other one, for an initial embedding made from counts.
+    attention: chooses the kernel of attention when the run's state is restored.
     begin: fills the weights of a run that begins with weights of a directory, collectively; None draws them.
     """
 
@@ -54,6 +58,7 @@ class Learner:
     optimizers: Optimizers
     loss_scale: LossScale
     bigrams: Callable[[], Tensor]
+    attention: AttentionChoice
     begin: Callable[[], None] | None = None
 
     def initialise(self, *, seed: int) -> None:
@@ -256,10 +261,15 @@ class RunSaver:
     def _to_save(self, state: TrainState) -> RunStateToSave:
         position, sequence_length = state.position, self._settings.recipe.data.sequence_length
         end = self._settings.stream_end(cursor=position.cursor, consumed=position.consumed)
+        attention = self._learner.attention.to_json()
         return RunStateToSave(
             parts=self.stateful,
             step=state.step,
-            values={"train": state.to_json(), "data": self._data_stream.to_json()},
+            values={
+                "train": state.to_json(),
+                "data": self._data_stream.to_json(),
+                **({ATTENTION: attention} if attention else {}),
+            },
             about={
                 "consumed_samples": position.consumed,
                 "consumed_tokens": position.consumed * sequence_length,
@@ -309,6 +319,9 @@ class RunSaver:
         self._enter(RankActivity.LOADING)
         fallback = takes_older or self._take_fallback
         restored = self._store.restore(self.stateful, reason=reason, up_to_step=up_to_step, fallback=fallback)
+        # Older checkpoints, and those of runs whose recipe names the kernel, say nothing of it.
+        saved = NOTHING_SAVED if restored is None else restored.values.get(ATTENTION, NOTHING_SAVED)
+        self._learner.attention.begin(saved)
         if restored is not None:
             return self._go_on_from(restored, reason=reason)
         self._learner.initialise(seed=self._settings.recipe.run.seed)
