@@ -297,7 +297,7 @@ class CorruptionCheck:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite. Their extremes take no memory, and NaN is an extreme where there is one."""
+    """Whether all elements are finite. Finding extremes takes no memory, and NaN counts as one."""
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
