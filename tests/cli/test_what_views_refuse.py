@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace as changed
+from tests.cli.test_what_reports_tell import LEDGER, PLAN
 from tests.cli.test_what_status_tells import GOOD, VIEW
-from tests.cli.test_what_views_tell import LEDGER, PLAN, SUMMARY
+from tests.cli.test_what_views_tell import SUMMARY
 
 from bloomery.cli import report, status, top
 from bloomery.errors import StorageError

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 from tests.coordination.round_world import World, world
-from tests.coordination.test_rounds import Counted
+from tests.coordination.test_whole_runs import Counted
 
 from bloomery.coordination.attempts import gather_offers
 from bloomery.coordination.decide import RequestFlush

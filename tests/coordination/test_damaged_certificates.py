@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.in_process import status_of
-from tests.coordination.test_credentials import Etcd
+from tests.coordination.test_revocations import Etcd
 
 from bloomery.coordination import accounts
 from bloomery.coordination.accounts import accounts_in, apply_access, root_access

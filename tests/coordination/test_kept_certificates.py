@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.coordination.test_credentials import Etcd
+from tests.coordination.test_revocations import Etcd
 
 from bloomery.coordination import accounts, credentials
 from bloomery.coordination.accounts import accounts_in, apply_access, root_access

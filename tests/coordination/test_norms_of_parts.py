@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 from tests.coordination.round_world import world
-from tests.coordination.test_rounds import Counted
+from tests.coordination.test_whole_runs import Counted
 from tests.protocol import example
 
 from bloomery.coordination.decide import Propose

@@ -58,9 +58,8 @@ def answers(prefix: Path) -> Path:
 
 
 def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[9] ^= 1
-    path.write_bytes(content)
+    content = path.read_bytes()
+    path.write_bytes(content[:9] + bytes([content[9] ^ 1]) + content[10:])
 
 
 def parts_of_two_counts(out: Path) -> Path:
@@ -426,17 +425,13 @@ TOKENIZERS: list[tuple[str, Act, tuple[str, ...]]] = [
 ]
 
 
+GROUPS = {
+    "parts": PARTS, "shares": SHARES, "pairs": PAIRS, "orders": ORDERS,
+    "text": TEXT, "elsewhere": ELSEWHERE, "tokenizers": TOKENIZERS,
+}  # fmt: skip
 CASES = [
     pytest.param(act, named, id=f"{group}: {case}")
-    for group, cases in (
-        ("parts", PARTS),
-        ("shares", SHARES),
-        ("pairs", PAIRS),
-        ("orders", ORDERS),
-        ("text", TEXT),
-        ("elsewhere", ELSEWHERE),
-        ("tokenizers", TOKENIZERS),
-    )
+    for group, cases in GROUPS.items()
     for case, act, named in cases
 ]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.data.corpus_parts import CorpusPart, join_parts, record_path
+from bloomery.data import corpus_parts
+from bloomery.data.corpus_parts import CorpusPart, contents_sample, join_parts, record_path
 from bloomery.data.pair_files import PARTS, bin_path
+from bloomery.data.readers import SourceFile
 from bloomery.data.sources import find_files
 from bloomery.data.tokenize_corpus import piece_size, tokenize
 from bloomery.data.tokenize_worker import Job, TextPiece
@@ -66,6 +68,48 @@ def test_all_parts_joined_are_what_one_machine_writes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     for path in PARTS.values():
         assert path(tmp_path / "out-held-out").read_bytes() == path(tmp_path / "whole-held-out").read_bytes()
+
+
+def test_parts_of_copies_with_other_contents_of_the_same_size_are_refused(
+    source: Path, job: Job, tmp_path: Path
+) -> None:
+    other = shutil.copytree(source, tmp_path / "other" / source.name)
+    text = (other / "b3.txt").read_bytes()
+    (other / "b3.txt").write_bytes(text[:-3] + b"XYZ")
+    parts = [CorpusPart(number=number, count=2) for number in (1, 2)]
+    for part, copy in zip(parts, (source, other), strict=True):
+        work(copy, tmp_path / "out", job, part)
+    with pytest.raises(DataError, match="out-part-2-of-2 was made of files with other contents than"):
+        join_parts(tmp_path / "out")
+    record = record_path(parts[0].prefix(tmp_path / "out"))
+    older = json.loads(record.read_bytes())
+    del older["sample"]
+    record.write_text(json.dumps(older))
+    assert len(join_parts(tmp_path / "out")) == 2, (
+        "a part of an earlier version tells nothing of its contents"
+    )
+
+
+def test_a_sample_of_contents_reads_small_corpora_whole_and_a_bounded_amount_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, files = bytes(range(256)) * 80, list[SourceFile]()
+    for number in range(3):
+        files.append(SourceFile(key=f"{number}", path=tmp_path / f"{number}"))
+        files[-1].path.write_bytes(content)
+
+    def differs(place: int) -> bool:
+        before = contents_sample(files)
+        files[1].path.write_bytes(content[:place] + b"?" + content[place + 1 :])
+        after = contents_sample(files)
+        files[1].path.write_bytes(content)
+        return after != before
+
+    assert all(map(differs, (0, 10_000, len(content) - 1))), "it is read whole"
+    monkeypatch.setattr(corpus_parts, "_SAMPLES", 6)
+    monkeypatch.setattr(corpus_parts, "_SAMPLE_BYTES", 100)
+    # Samples begin at multiples of 61,440 / 6 = 10,240 bytes of all files: in the second one at 0 and 10,240.
+    assert list(map(differs, (0, 99, 100, 10_239, 10_240, 10_340))) == [True, True, False, False, True, False]
 
 
 def test_damage_in_a_part_is_named_and_not_sealed_anew(source: Path, job: Job, tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.gpu.small_run import train_small
 from tests.kernels import accumulate_cases, fp8_cases, loss_cases, split_loss_cases
 from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
@@ -106,32 +106,13 @@ def test_sums_of_gradients_have_the_bits_of_torchs() -> None:
     assert all(accumulate_cases.all_cases("cuda", (*accumulate_cases.SIZES, 2**24 + 9)))
 
 
-def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(
-    tmp_path: Path, trained: Callable[..., Path]
-) -> None:
-    unbroken = trained(tmp_path / "unbroken", 12)
-    trained(tmp_path / "resumed", 6)
-    resumed = trained(tmp_path / "resumed", 12)
+def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:
+    def trained(name: str, *, steps: int) -> Path:
+        return train_small(tmp_path / name, {"train.steps": steps, "train.deterministic": True})
+
+    unbroken = trained("unbroken", steps=12)
+    trained("resumed", steps=6)
+    resumed = trained("resumed", steps=12)
     one, other = (bloomery.load(run, device="cpu").decoder.state_dict() for run in (unbroken, resumed))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture
-def trained() -> Callable[..., Path]:
-    """Trains so many steps of a small recipe with deterministic kernels; returns the run."""
-
-    def train(run: Path, steps: int) -> Path:
-        settings = {
-            "data.sources": ["python:stdlib"],
-            "data.tokenizer_vocabulary": 300,
-            "model.layers": 2,
-            "train.steps": steps,
-            "train.deterministic": True,
-            "schedule.shape": "constant",
-            "schedule.warmup": 4,
-        }
-        bloomery.fit(bloomery.recipe("demo-small", settings), run=run, progress=False)
-        return run
-
-    return train

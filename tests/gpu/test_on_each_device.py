@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.gpu.small_run import train_small
 from tests.layouts.layouts import BLOOM, GPT, LLAMA
 from tests.layouts.styles import recipe_of
 from tests.layouts.training import build
@@ -220,11 +220,20 @@ def test_an_outer_step_of_one_peer_leaves_the_weights_that_it_computed(device: s
 
 
 @on_each_device
-def test_a_save_beside_the_training_holds_the_state_of_its_step(
-    tmp_path: Path, train: Callable[..., Path], device: str
-) -> None:
+def test_a_save_beside_the_training_holds_the_state_of_its_step(tmp_path: Path, device: str) -> None:
     """`bloomery.fit` takes the GPU where there is one."""
-    beside, stopped = train(tmp_path / "beside", 6), train(tmp_path / "stopped", 4)
+    settings = {
+        "train.deterministic": True,
+        "checkpoint.every_steps": 2,
+        "checkpoint.keep_last": 3,
+        "checkpoint.background": "on",
+        "evaluate.at_end": False,
+        "log.tensorboard": False,
+    }
+    beside, stopped = (
+        train_small(tmp_path / name, {**settings, "train.steps": steps})
+        for name, steps in (("beside", 6), ("stopped", 4))
+    )
     newest = max((stopped / "checkpoints").iterdir())
     same_step = next(
         path for path in (beside / "checkpoints").iterdir() if path.name[:11] == newest.name[:11]
@@ -232,28 +241,3 @@ def test_a_save_beside_the_training_holds_the_state_of_its_step(
     one, other = (bloomery.load(path).decoder.state_dict() for path in (same_step, newest))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture
-def train() -> Callable[..., Path]:
-    """Trains so many steps with deterministic kernels and a save each second step; returns the run."""
-
-    def run(directory: Path, steps: int) -> Path:
-        settings = {
-            "data.sources": ["python:stdlib"],
-            "data.tokenizer_vocabulary": 300,
-            "model.layers": 2,
-            "train.steps": steps,
-            "train.deterministic": True,
-            "schedule.shape": "constant",
-            "schedule.warmup": 4,
-            "checkpoint.every_steps": 2,
-            "checkpoint.keep_last": 3,
-            "checkpoint.background": "on",
-            "evaluate.at_end": False,
-            "log.tensorboard": False,
-        }
-        bloomery.fit(bloomery.recipe("demo-small", settings), run=directory, progress=False)
-        return directory
-
-    return run

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.small_run import train_small
 
-import bloomery
 from bloomery.config.model import ModelSection
 from bloomery.model.attention_choice import MEASURED, AttentionSizes, device_time_s, measure
 from bloomery.model.initial_filling import InitialBox, fill_initial
@@ -61,18 +61,13 @@ def test_a_step_waits_for_the_gpu_once_in_its_report(
     monkeypatch.setattr(loop, "train_step", train_step)
     monkeypatch.setattr(Metrics, "report", report)
     run = {
-        "data.sources": ["python:stdlib"],
-        "data.tokenizer_vocabulary": 300,
-        "model.layers": 2,
         "train.steps": 8,
         "train.compile": "off",
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
         "guard.growth_steps": 2,
-        "schedule.shape": "constant",
-        "schedule.warmup": 4,
     }
-    bloomery.fit(bloomery.recipe("demo-small", run | settings), run=tmp_path / "run", progress=False)
+    train_small(tmp_path / "run", run | settings)
     assert [len(told) for told in waits[WARM_UP:]] == [1] * (8 - WARM_UP), waits
 
 

@@ -72,7 +72,7 @@ def test_replicas_that_agree_give_no_fault() -> None:
     row = ranks(4)
     assert held_faults(row) == [] and disputed_micro_batches(row) == () and computation_faults(row) == []
     assert not is_not_deterministic(row)
-    row[0] = replace(row[0], shard=3, place=(2, 1))
+    row[0] = replace(row[0], shard=3, place=(2, 1), not_finite=("model.a",))
     assert [digests_from_json(json.loads(json.dumps(rank.to_json()))) for rank in row] == row
 
 
@@ -80,6 +80,18 @@ def test_the_replica_that_holds_other_bits_than_the_majority_is_named() -> None:
     (fault,) = held_faults(holding(ranks(3), 2, weights=WRONG, gradients=WRONG))
     assert (fault.what, fault.ranks, fault.is_certain) == ("weights", (2,), True)
     assert "rank 2 (cpu of host2)" in fault.reason
+
+
+def test_weights_that_are_not_finite_are_wrong_whatever_other_replicas_hold() -> None:
+    spoilt = replace(holding(ranks(2), 1, weights=WRONG)[1], not_finite=("model.a", "model.b"))
+    (fault,) = held_faults([ranks(2)[0], spoilt])
+    assert (fault.what, fault.ranks, fault.is_certain) == ("weights", (1,), True)
+    assert fault.reason == "rank 1 (cpu of host1) holds weights that are not finite, in model.a, model.b"
+    everywhere = [replace(rank, not_finite=("model.a",)) for rank in ranks(2)]
+    (fault,) = held_faults(everywhere)
+    assert (fault.ranks, fault.is_certain) == ((0, 1), False), "all replicas got it from somewhere"
+    first, second = held_faults([replace(rank, shard=rank.rank) for rank in everywhere])
+    assert (first.ranks, second.ranks) == ((0,), (1,)), "each holds another shard"
 
 
 def test_of_two_replicas_that_differ_both_are_told_until_the_steps_are_made_again() -> None:

@@ -29,7 +29,7 @@ def test_digests_are_stored_with_all_that_they_compare() -> None:
     one = rank(3, held={"weights": 5}, shard=2, computed={3: (7, 8), 4: (9,)})
     assert one.to_json() == {
         "rank": 3, "host": "h", "device": "cuda:3", "kind": "k", "data": 3, "place": (0, 1), "shard": 2,
-        "held": {"weights": 5}, "computed": {"3": [7, 8], "4": [9]},
+        "held": {"weights": 5}, "computed": {"3": [7, 8], "4": [9]}, "not_finite": (),
     }  # fmt: skip
     assert one.name == "rank 3 (cuda:3 of h)"
 

@@ -13,7 +13,7 @@ import pytest
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
-from bloomery.operate import run_state
+from bloomery.operate import run_state, standstill
 from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, StandstillLimits
@@ -137,7 +137,7 @@ def test_a_cause_that_the_summary_names_is_not_told_twice() -> None:
 def test_a_heartbeat_that_goes_while_it_is_read_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, read = RunDirectory(tmp_path).create(), run_state.read_beat
+    run, read = RunDirectory(tmp_path).create(), standstill.read_beat
     for number in range(2):
         run.heartbeat(rank=number).parent.mkdir(parents=True, exist_ok=True)
         run.heartbeat(rank=number).write_text(json.dumps(asdict(RankBeat(rank=number, world=2))))
@@ -148,7 +148,7 @@ def test_a_heartbeat_that_goes_while_it_is_read_is_left_out(
             path.unlink()
         return beat
 
-    monkeypatch.setattr(run_state, "read_beat", vanishing)
+    monkeypatch.setattr(standstill, "read_beat", vanishing)
     assert list(observe_run(run, ()).ranks) == [0]
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from tests.guard.reports import report
 
+from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import status
 from bloomery.config.load import dump_recipe, load_recipe, override
+from bloomery.events.heartbeat import Heartbeat
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode
 from bloomery.operate.overview import last_losses, overview, runs_under
+from bloomery.operate.run_state import RunStatus
 
 
 @pytest.fixture
@@ -252,3 +255,22 @@ def test_a_save_before_the_first_step_and_a_loss_of_zero_are_told(run: RunDirect
         journal.write("step", incarnation=1, **report(8, loss=0.0, held_out_loss=0.0).to_json())
     seen = overview(run)
     assert (seen.saved_step, seen.step, seen.loss, seen.held_out_loss) == (0, 8, 0.0, 0.0)
+
+
+def test_a_journal_that_was_cut_hides_neither_the_end_of_the_ranks_nor_their_last_save(
+    run: RunDirectory,
+) -> None:
+    for step in (4, 8):
+        save_checkpoint(run.checkpoints, [], step=step, incarnation=1)
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint", incarnation=1, step=4, path="step-000004.i001")
+    lines = run.journal().read_bytes()
+    run.journal().write_bytes(lines + b'{"event": "step", "time": 17')
+    with Heartbeat(run.heartbeat()).start() as beat:
+        beat.at(step=8, incarnation=1)
+    seen = overview(run)
+    assert (seen.step, seen.saved_step, seen.verdict.state) == (7, 8, RunStatus.STOPPED)
+    assert seen.verdict.why.endswith("without an error; the journal has no `end`: it was cut or removed")
+    with pytest.raises(OSError), Heartbeat(run.heartbeat()).start():
+        raise OSError("no disk")
+    assert overview(run).verdict.state == RunStatus.FAILED

@@ -96,8 +96,11 @@ def test_a_rank_introduces_itself_and_joins_the_group_of_its_backend(joined: Cal
 def test_a_rank_on_a_gpu_joins_over_nccl(joined: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(mesh_module, "_device", lambda: gpu)
+    properties = {gpu: SimpleNamespace(uuid="4d1f")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
     monkeypatch.setattr(mesh_module, "mesh_of", lambda degrees, **told: Mesh(device=told["device"]))
     assert join_mesh(ParallelSection()).device == gpu
+    assert joined[1][2].gpu == "4d1f"
     (told,) = [call[1] for call in joined if call[0] == "group"]
     assert (told["backend"], told["device_id"]) == ("nccl", gpu)
 
@@ -258,6 +261,7 @@ def test_the_others_wait_twice_as_long_for_the_first_rank(monkeypatch: pytest.Mo
     assert 20.0 < store.now <= 20.5
     assert json.loads(store.keys["introduction/1"]) == {
         "host": "n1",
+        "gpu": "",
         "machine": "",
         "recipe": {"a": "1"},
         "chosen": {"b": "2"},

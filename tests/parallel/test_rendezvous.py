@@ -12,7 +12,13 @@ from tests.parallel.frozen import relayed_store
 from torch._C._distributed_c10d import FileStore
 
 from bloomery.errors import BloomeryError, RankLost, ReportedElsewhere, TrainingFailed
-from bloomery.parallel.rendezvous import Introduction, refuse_unequal, rendezvous, setting_difference
+from bloomery.parallel.rendezvous import (
+    Introduction,
+    refuse_shared_gpus,
+    refuse_unequal,
+    rendezvous,
+    setting_difference,
+)
 
 RECIPE = {"optim.learning_rate": "0.001", "parallel.tensor": "2"}
 
@@ -146,6 +152,16 @@ def test_a_refusal_is_told_before_a_difference_of_a_rank_with_a_lower_number() -
     refusing = Introduction(host="node-2", recipe=RECIPE, refusal="There is no GPU.", remedy="Start fewer.")
     with pytest.raises(TrainingFailed, match="rank 2 on node-2: There is no GPU"):
         refuse_unequal([Introduction(host="node-0", recipe=RECIPE), other, refusing])
+
+
+def test_two_ranks_with_one_gpu_are_refused_and_ranks_of_cpus_share_nothing(tmp_path: Path) -> None:
+    gpus = ["one", "", "two", "", "one"]
+    met = [Introduction(host=f"n{n}", recipe=RECIPE, gpu=gpu) for n, gpu in enumerate(gpus)]
+    first, *others = everyone(tmp_path, list(met))
+    assert isinstance(first, TrainingFailed)
+    assert first.message == "Ranks 0 and 4 on n4 were given the same GPU (one)."
+    assert all(isinstance(one, ReportedElsewhere) for one in others)
+    refuse_shared_gpus(met[:4])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.config.checkpoint import CheckpointSection
+from bloomery.config.checkpoint import CheckpointSection, EvaluateSection
 from bloomery.config.load import load_recipe
 from bloomery.plan.checkpoint_plan import CheckpointPlan, lost_share, plan_checkpoints
 from bloomery.plan.hardware import Accelerator, Hardware, Node, Operation, Storage, load_hardware
@@ -48,7 +48,7 @@ def planned(
 ) -> CheckpointPlan:
     usual: dict[str, Any] = {
         "parameters": 1_000_000_000, "optimizer_bytes": 6.0, "hardware": MACHINE, "accelerators": 40,
-        "failures_per_week": None, "reach_steps": (),
+        "failures_per_week": None, "reach_steps": (), "evaluate": EvaluateSection(every_steps=20),
     }  # fmt: skip
     return plan_checkpoints(section, course, **{**usual, **more})
 
@@ -154,6 +154,15 @@ def test_what_retention_keeps_is_stored_at_the_end() -> None:
     assert planned(replace(USUAL, keep_every_steps=40)).kept_at_end == 2 + 2  # 40 and 80 beside 100, 110
     assert planned(replace(USUAL, keep_tenths=True)).kept_at_end == 6
     assert planned(reach_steps=(30,)).kept_at_end == 3  # from 110 back to 80
+
+
+def test_the_best_checkpoints_take_storage_as_far_as_others_are_evaluated() -> None:
+    best = replace(USUAL, keep_best=2)
+    plan = planned(best)  # saves at 20, 40, 60, 80, 100 and 110, of which the last two are kept in any case
+    assert (plan.kept_at_end, plan.storage_bytes) == (2 + 2, 5 * 10**10)
+    assert planned(replace(best, keep_best=9)).kept_at_end == 2 + 4
+    assert planned(best, evaluate=EvaluateSection(every_steps=60)).kept_at_end == 2 + 1
+    assert planned(best, evaluate=EvaluateSection(every_steps=0)).kept_at_end == 2
 
 
 def test_the_time_that_is_lost_is_dalys_with_what_was_not_durable_yet() -> None:

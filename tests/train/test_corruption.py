@@ -105,6 +105,29 @@ def test_a_run_that_corruption_stopped_goes_on_from_its_last_clean_step_and_not_
     assert [record["position"]["consumed"] for record in events(path, "start")] == [0, 3 * 8]
 
 
+def test_a_weight_that_no_sample_uses_and_that_is_not_finite_is_found_and_undone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, spoilt = TrainingModel.accumulate, []
+
+    def spoiling(model, micro_batches, step, *, weight):
+        if step == 3 and not spoilt:
+            (entry,) = [e for e in model.weights.state_entries() if e.name == "model.embedding.weight"]
+            spoilt.append(entry.tensor[-1].fill_(torch.nan))
+        return real(model, micro_batches, step, weight=weight)
+
+    monkeypatch.setattr(TrainingModel, "accumulate", spoiling)
+    settings = ("train.samples=0", "train.ramp_up=[]", "train.steps=6", "checkpoint.every_steps=2")
+    untied = ("model.tied=false", "model.vocabulary=300")
+    loaded, path = start(*settings, *untied, "guard.corruption_steps=2")
+    assert go(loaded, path).finished
+    (record,) = events(path, "corruption")
+    assert (record["step"], record["is_certain"]) == (5, False)
+    assert "model.embedding.weight" in record["reason"]
+    (marked,), (rewind,) = events(path, "suspect_checkpoints"), events(path, "rewind")
+    assert (marked["names"], rewind["to_step"]) == (["step-000004.i001"], 2)
+
+
 @pytest.mark.parametrize(("average", "is_checked"), [("weights", True), ("gradients", False)])
 def test_a_step_that_peers_gave_up_is_not_computed_again_with_the_weights_that_came_instead(
     tmp_path: Path, average: str, is_checked: bool

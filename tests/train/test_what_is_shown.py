@@ -143,6 +143,7 @@ def summary(**changed: Any) -> DataSummary:
         vocabulary=5000,
         sequence_length=64,
         batch_tokens=(512, 2048),
+        warmup_tokens=4_000,
         documents=40,
         tokens=1_500,
         planned_tokens=6_000,
@@ -183,6 +184,8 @@ def test_a_summary_warns_of_each_dataset_that_is_read_more_than_four_times_and_o
     code = DatasetSummary(name="code", documents=10, tokens=500, epochs=4.0)
     (alone,) = summary(datasets=(web,)).warnings
     assert alone.startswith("The text is read 4.1 times") and "train.tokens=4_000" in alone
+    (short,) = summary(datasets=(web,), warmup_tokens=4_001).warnings
+    assert short.endswith("Give more text."), "a run that is shorter than its warm-up is refused"
     (one,) = summary(datasets=(web, code)).warnings
     assert one.startswith("The dataset 'web' is read 4.1 times")
     assert "train.tokens=6_000" in summary(planned_tokens=6_150, datasets=(web, code)).warnings[0]

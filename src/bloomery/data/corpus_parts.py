@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from bloomery import durable
 from bloomery.data.documents import BadDocument, BadDocuments, count_lines
@@ -30,6 +32,7 @@ from bloomery.events.records import ProgressCallback, ignore_progress
 _WRITTEN = re.compile(r"(\d+)/(\d+)")
 _MOST_PARTS = 100_000
 _READ_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 BAD_LIST = "-bad-documents.jsonl"
 """The ending of the list of a pair's bad documents, after the pair's name."""
 
@@ -110,10 +113,36 @@ def refuse_older_held_out(out: Path) -> None:
         )
 
 
-def write_record(prefix: Path, *, corpus: str, engine: str, held_out: bool) -> None:
-    """Record that a part is complete. corpus: digest of all that the corpus's tokens depend on."""
-    record = {"corpus": corpus, "engine": engine, "held_out": held_out}
+def write_record(prefix: Path, *, corpus: str, sample: str, engine: str, held_out: bool) -> None:
+    """Record that a part is complete.
+
+    corpus: digest of the corpus's files by name and size, of how they are cut, the settings and the
+        tokenizer. sample: what `contents_sample` returns of all files of the corpus.
+    """
+    record = {"corpus": corpus, "sample": sample, "engine": engine, "held_out": held_out}
     write_whole(record_path(prefix), json.dumps(record).encode())
+
+
+def contents_sample(files: Iterable[SourceFile]) -> str:
+    """Return a digest of contents at places that are spread evenly over the bytes of all files.
+
+    Each machine has its own copy of a corpus, which none could read whole only to compare it. Copies of
+    another version differ nearly everywhere behind the first change, in this sample too; a change of a few
+    bytes in place is only seen in a corpus of at most 4 MiB, which is read whole.
+    """
+    paths = list(dict.fromkeys(file.path for file in files))
+    sizes = [path.stat().st_size for path in paths]
+    step = max(-(-sum(sizes) // _SAMPLES), _SAMPLE_BYTES)
+    digest, place = xxhash.xxh3_128(), 0  # place: of the next sample, counted from the begin of a file
+    for path, size in zip(paths, sizes, strict=True):
+        if place < size:
+            with path.open("rb") as stream:
+                while place < size:
+                    stream.seek(place)
+                    digest.update(stream.read(_SAMPLE_BYTES))
+                    place += step
+        place = 0 if step == _SAMPLE_BYTES else place - size
+    return digest.hexdigest()
 
 
 def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> list[IndexedDataset]:
@@ -137,6 +166,7 @@ def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> li
                     else f"{prefix} was made by {what} than {prefixes[0].name}: {record[key]}.",
                     remedy="Tokenise both parts again, with one command, one version and one set of files.",
                 )
+    _refuse_other_contents(prefixes, records)
     if not records[0]["held_out"]:
         refuse_older_held_out(out)
     groups = {
@@ -151,6 +181,19 @@ def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> li
     joined = merge_together(groups, progress=progress)
     _join_lists(prefixes, out)
     return joined
+
+
+def _refuse_other_contents(prefixes: Sequence[Path], records: Sequence[dict[str, Any]]) -> None:
+    """Raise DataError where two parts were made of files with other contents. Older parts hold no sample."""
+    sampled = [each for each in zip(prefixes, records, strict=True) if each[1]["sample"]]
+    for prefix, record in sampled:
+        first, other = sampled[0]
+        if record["sample"] != other["sample"]:
+            raise DataError(
+                f"{prefix} was made of files with other contents than {first.name}, though their names and "
+                "sizes are the same.",
+                remedy="Compare the machines' copies of the corpus, copy it anew, and tokenise both again.",
+            )
 
 
 def _parts_of(out: Path) -> list[Path]:
@@ -188,7 +231,8 @@ def _parts_of(out: Path) -> list[Path]:
 def _read_record(prefix: Path) -> dict[str, Any]:
     try:
         record = json.loads(record_path(prefix).read_bytes())
-        return {key: record[key] for key in ("corpus", "engine", "held_out")}
+        known = {key: record[key] for key in ("corpus", "engine", "held_out")}
+        return {**known, "sample": str(record.get("sample", ""))}
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise DataError(
             f"{record_path(prefix)} is no record of a part ({wrong}).", remedy="Tokenise that part again."

@@ -20,6 +20,7 @@ import xxhash
 from bloomery.data.corpus_parts import (
     CorpusPart,
     bad_documents,
+    contents_sample,
     refuse_older_held_out,
     remove_record,
     write_record,
@@ -154,8 +155,8 @@ def tokenize(
             remove_record(out, held_out=bool(job.held_out_every))
         _put_in_place(parts, out, _endings(job))
         if part:
-            digest = _corpus_digest(corpus, job)
-            write_record(out, corpus=digest, engine=job.engine, held_out=bool(job.held_out_every))
+            digests = {"corpus": _corpus_digest(corpus, job), "sample": contents_sample(files)}
+            write_record(out, **digests, engine=job.engine, held_out=bool(job.held_out_every))
         watch.end()
         # The pair needs them no more. NFS keeps the lock's file, and so the directory, until it is closed.
         shutil.rmtree(parts, ignore_errors=True)

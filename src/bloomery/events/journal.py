@@ -215,14 +215,19 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:  # Any: the fields of 
 
     A journal that does not exist counts as empty.
     """
+    return (event for _, event in read_numbered(path))
+
+
+def read_numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield what `read_journal` yields, each event with the number of its line, from 0 on."""
     if not path.exists():
         return
     torn = 0
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file):
             event = _parsed(line)
             if event is not None:
-                yield event
+                yield number, event
             elif line.strip():
                 torn += 1
     if torn:

@@ -3,6 +3,7 @@
 Three things are compared: weights and reduced gradients, which are equal on all replicas; the gradients of a
 micro-batch that a rank computed several times; and those of a micro-batch that several ranks computed. Ranks
 are only compared with ranks of their kind (`RankDigests.kind`), for other hardware rounds differently.
+Weights that are not finite are wrong on any rank, since no update makes them: it is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RankDigests:
     held: by a name of _HELD, the digest of what ranks of one place hold alike.
     computed: by data index, the digests of gradients of that index's first micro-batch, in the order of
         computation: its own rank's first digest is of the gradients that were trained on.
+    not_finite: the names of the tensors whose master weights hold NaN or infinities on this rank.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class RankDigests:
     shard: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
     computed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Json]:
         """Return what `digests_from_json` reads."""
@@ -55,7 +58,8 @@ class RankDigests:
 def digests_from_json(values: Mapping[str, Any]) -> RankDigests:  # Any: written by `to_json`
     """Return the digests that another rank sent."""
     computed = {int(data): tuple(digests) for data, digests in values["computed"].items()}
-    return RankDigests(**{**values, "place": tuple(values["place"]), "computed": computed})
+    tuples = {name: tuple(values[name]) for name in ("place", "not_finite")}
+    return RankDigests(**{**values, **tuples, "computed": computed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +125,13 @@ def computation_faults(ranks: Sequence[RankDigests]) -> list[BitFault]:
 def held_faults(ranks: Sequence[RankDigests]) -> list[BitFault]:
     """Return which replicas hold other bits than the majority; all of them where there is no majority.
 
-    Of ranks whose masters differ nothing else is said, for all else follows from that.
+    Of ranks whose masters differ, or are not finite, nothing else is said, for all else follows from that.
     """
-    faults: list[BitFault] = []
+    faults = _not_finite_faults(ranks)
     for what in _HELD:
         groups: dict[tuple[tuple[int, int], str, int], list[RankDigests]] = {}
         for rank in ranks:
-            if what in rank.held:
+            if what in rank.held and not rank.not_finite:
                 shard = rank.shard if what in ("weights", "gradients") else 0
                 groups.setdefault((rank.place, rank.kind, shard), []).append(rank)
         named_ranks = {rank for fault in faults for rank in fault.ranks}
@@ -179,6 +183,23 @@ def _results(ranks: Sequence[RankDigests]) -> dict[tuple[tuple[int, int], str], 
         for data, digests in rank.computed.items():
             of_kind.setdefault(data, {})[rank.rank] = digests
     return results
+
+
+def _not_finite_faults(ranks: Sequence[RankDigests]) -> list[BitFault]:
+    """Return who holds weights that are not finite: certain where a replica of them holds finite ones."""
+    groups: dict[tuple[tuple[int, int], int], list[RankDigests]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.place, rank.shard), []).append(rank)
+    faults = []
+    for group in groups.values():
+        spoilt = [rank for rank in group if rank.not_finite]
+        if spoilt:
+            numbers = tuple(rank.rank for rank in spoilt)
+            tensors = ", ".join(spoilt[0].not_finite[:4])
+            reason = f"{_names(spoilt, set(numbers))} holds weights that are not finite, in {tensors}"
+            is_certain = len(spoilt) < len(group)
+            faults.append(BitFault(what="weights", ranks=numbers, is_certain=is_certain, reason=reason))
+    return faults
 
 
 def _odd_ones(group: Sequence[RankDigests], what: str) -> list[BitFault]:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError
@@ -99,6 +100,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
     if awaited_s := peers_awaited_s(seen.ranks, now=seen.now):
         warnings.append(f"all ranks have waited for other peers for {duration(awaited_s)}")
     progress = _progress(rundir, recipe, warnings)
+    progress |= _save_on_disk(rundir, after=progress.get("saved_step", -1))
     warnings += _disk_warnings(rundir, seen, journalled_step=progress.get("step", 0))
     warnings += [f"{waits}: the run {does} after its next step" for waits, does in waiting_requests(rundir)]
     return RunOverview(
@@ -165,7 +167,7 @@ def _disk_warnings(rundir: RunDirectory, seen: RunObservation, *, journalled_ste
     if first is not None and first.beat.step > journalled_step + 1:
         warnings.append(
             f"rank 0 has made step {first.beat.step}, and the journal ends at step {journalled_step}: the "
-            "disk takes no more lines, or the journal was removed"
+            "disk takes no more lines, or the journal was cut or removed"
         )
     with suppress(OSError, CheckpointError):
         newest = checkpoints(rundir)[-1:]
@@ -208,6 +210,15 @@ def _older_save(rundir: RunDirectory) -> dict[str, Any]:
     """Return the last save of a run that has made thousands of steps since; {} where there is none."""
     saves = list(read_tail(rundir.journal(), most_bytes=_SAVES_BYTES, named=("checkpoint",)))
     return next((_save(event) for event in reversed(saves) if _are_numbers(event, "time", "step")), {})
+
+
+def _save_on_disk(rundir: RunDirectory, *, after: int) -> dict[str, Any]:
+    """Return the newest checkpoint as the last save, where a journal that was cut ends before; else {}."""
+    with suppress(OSError, CheckpointError):
+        for newest in checkpoints(rundir)[-1:]:
+            if newest.step > after:
+                return {"saved": read_manifest(newest.directory).time, "saved_step": newest.step}
+    return {}
 
 
 def _save(event: dict[str, Any]) -> dict[str, Any]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from bloomery.errors import remedy_in
-from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, read_beat
+from bloomery.events.heartbeat import RankBeat, has_died_here
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, note_of
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.schedulers.interface import JobState, QueuedJob, cancelled_words
-from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
+from bloomery.operate.standstill import (
+    RankObservation,
+    Standstill,
+    StandstillLimits,
+    judge_progress,
+    read_ranks_once,
+)
 
 CANCELLED = "cancelled"
 """The state in the `job` of operations.jsonl that `bloomery cancel`, or a watcher of the queue, writes."""
@@ -136,7 +141,9 @@ def observe_run(
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = {
-        number: rank for number, rank in _ranks(rundir, now).items() if not _is_replaced(rank.beat, begun)
+        number: rank
+        for number, rank in read_ranks_once(rundir, now=now).items()
+        if not _is_replaced(rank.beat, begun)
     }
     return RunObservation(
         path=rundir.as_word(),
@@ -327,6 +334,9 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     age = max((rank.beat.time for rank in observation.ranks.values()), default=_attempt_s(observation))
     since = f" since {_clock(age)}" if age else ""
     errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
+    if observation.ranks and not errors and all(rank.has_ended for rank in observation.ranks.values()):
+        why = f"all ranks had ended{since} without an error; the journal has no `end`: it was cut or removed"
+        return RunVerdict(state=RunStatus.STOPPED, why=why, remedy=_goes_on(observation))
     gone = f"no process{since}, no job, and no `end` in the journal{cancelled_words(observation.jobs)}"
     why = errors[0].splitlines()[0] if errors else gone
     helps = [remedy_in(error) for error in errors[:1] if remedy_in(error)]
@@ -366,27 +376,6 @@ def _goes_on(observation: RunObservation) -> str:
     path = observation.path
     by_hand = f"bloomery {observation.starts} {path} --supervise"
     return f"bloomery submit {path}, or {by_hand}: it goes on from the last checkpoint"
-
-
-def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:
-    """Return the newest heartbeat of each rank of the newest world, with the times one reading can know."""
-    first = read_beat(rundir.heartbeat())
-    world = first.world if first else 0
-    ranks = {}
-    for rank in range(world):
-        path = rundir.heartbeat(rank=rank)
-        with suppress(OSError):
-            beat = read_beat(path)
-            if beat is not None:
-                ranks[rank] = _rank(beat, written_s=path.stat().st_mtime, now=now)
-    return ranks
-
-
-def _rank(beat: RankBeat, *, written_s: float, now: float) -> RankObservation:
-    """Return a rank's observation from one reading: the rank's own clock says how long its activity lasts."""
-    written_s = min(written_s, now)
-    still_s = max(0.0, beat.time - beat.since) if beat.activity != RankActivity.ENDED else 0.0
-    return RankObservation(beat=beat, written_s=written_s, moved_s=written_s - still_s)
 
 
 def _described(standstill: Standstill) -> str:

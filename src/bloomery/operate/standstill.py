@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,6 +60,26 @@ class RankObservation:
     def has_ended(self) -> bool:
         """Whether the rank says that it has ended."""
         return self.beat.activity == RankActivity.ENDED
+
+
+def read_ranks_once(rundir: RunDirectory, *, now: float) -> dict[int, RankObservation]:
+    """Return the newest heartbeat of each rank of the newest world, with the times one reading can know."""
+    first = read_beat(rundir.heartbeat())
+    ranks = {}
+    for rank in range(first.world if first else 0):
+        path = rundir.heartbeat(rank=rank)
+        with suppress(OSError):
+            beat = read_beat(path)
+            if beat is not None:
+                ranks[rank] = _observed(beat, written_s=path.stat().st_mtime, now=now)
+    return ranks
+
+
+def _observed(beat: RankBeat, *, written_s: float, now: float) -> RankObservation:
+    """Return a rank's observation from one reading: the rank's own clock says how long its activity lasts."""
+    written_s = min(written_s, now)
+    still_s = max(0.0, beat.time - beat.since) if beat.activity != RankActivity.ENDED else 0.0
+    return RankObservation(beat=beat, written_s=written_s, moved_s=written_s - still_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def join_mesh(
         _refuse_other_degrees(parallel, degrees, world=world)
         device = _device()
         if world > 1:
-            own = replace(own, chosen=choices(device))
+            own = replace(own, chosen=choices(device), gpu=_gpu_id(device))
     except TrainingFailed as refused:
         if world == 1:
             raise
@@ -331,6 +331,11 @@ def _device() -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _gpu_id(device: torch.device) -> str:
+    """Return the UUID of a rank's GPU; "" on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _axis(groups: Sequence[tuple[int, ...]], rank: int, device: torch.device) -> Axis:

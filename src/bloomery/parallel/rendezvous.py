@@ -80,6 +80,7 @@ class Introduction:
     recipe: its settings by key, as text.
     chosen: what its device makes of the settings that say 'auto', by key.
     refusal, remedy: why it cannot take part, and what to do about it; empty if it can.
+    gpu: a text that no other GPU has; "" on a CPU.
     """
 
     host: str
@@ -88,6 +89,7 @@ class Introduction:
     refusal: str = ""
     remedy: str = ""
     machine: str = ""
+    gpu: str = ""
 
 
 def rendezvous(
@@ -182,6 +184,22 @@ def refuse_unequal(ranks: Sequence[Introduction]) -> None:
             )
 
 
+def refuse_shared_gpus(ranks: Sequence[Introduction]) -> None:
+    """Raise TrainingFailed that names the first two ranks with one GPU. ranks: the introductions, by rank.
+
+    A launcher that binds tasks to the closest GPU may give one to two of them, and each sees it alone.
+    """
+    users: dict[str, int] = {}
+    for number, rank in enumerate(ranks):
+        first = users.setdefault(rank.gpu, number)
+        if rank.gpu and first != number:
+            raise TrainingFailed(
+                f"Ranks {first} and {number} on {rank.host} were given the same GPU ({rank.gpu}).",
+                remedy="Give each rank one of its own: `srun --gpus-per-task=1`; or `--gpu-bind=none`, by "
+                "which each takes that of its number here; or set CUDA_VISIBLE_DEVICES for each rank.",
+            )
+
+
 def setting_difference(
     theirs: Mapping[str, str], ours: Mapping[str, str], *, there: str = "there", here: str = "here"
 ) -> str:
@@ -259,6 +277,7 @@ def _give_verdict(
     try:
         ranks = _introductions(store, world, timeout_s=timeout_s, store_timeout_s=store_timeout_s)
         refuse_unequal(ranks)
+        refuse_shared_gpus(ranks)
         check(ranks)
     except RankLost:
         raise  # the store is gone, so no rank would read a verdict

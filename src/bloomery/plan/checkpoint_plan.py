@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from bloomery.checkpoint.format.retention import steps_to_keep
-from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
+from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection, EvaluateSection
 from bloomery.frozen import dataclass
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.step_time import HOST_BYTES_PER_S
@@ -75,6 +75,7 @@ def plan_checkpoints(
     accelerators: int,
     failures_per_week: float | None,
     reach_steps: Collection[int],
+    evaluate: EvaluateSection,
     peers: int = 1,
 ) -> CheckpointPlan:
     """Return the checkpoints that the recipe's saving and retention give.
@@ -83,6 +84,7 @@ def plan_checkpoints(
     peers: they train apart, and checkpoint.every_samples counts the samples of all of them.
     failures_per_week: failures of the whole run in a week; None takes the hardware file's rate.
     reach_steps: see `reasons_to_keep`.
+    evaluate: when the held-out loss is measured, by which `keep_best` chooses.
     """
     stored = round(parameters * (4 + optimizer_bytes))
     save_s = stored / (hardware.storage.write_gb_per_s * 1e9)
@@ -103,6 +105,9 @@ def plan_checkpoints(
         newest_intact=steps[-1] if steps else None,
         reach_steps=reach_steps,
     )
+    # The checkpoints with the lowest held-out losses are not known yet. At most, nothing else keeps them.
+    evaluated = [step for step in steps if evaluate.every_steps and step % evaluate.every_steps == 0]
+    kept = len(kept_steps) + min(section.keep_best, len(set(evaluated) - kept_steps))
     between = _time_between_failures_s(hardware, accelerators, failures_per_week)
     best = best_interval_s(save_s=blocking_s, mean_time_between_failures_s=between) if between else None
     best = max(best, save_s, last.step.seconds) if best else None  # no save begins before the last is durable
@@ -130,8 +135,8 @@ def plan_checkpoints(
         saves=saves,
         interval_steps=interval,
         interval_s=interval_s,
-        kept_at_end=len(kept_steps),
-        storage_bytes=(len(kept_steps) + 1) * stored,
+        kept_at_end=kept,
+        storage_bytes=(kept + 1) * stored,
         saving_s=saves * blocking_s,
         mean_time_between_failures_s=between,
         best_interval_s=best,

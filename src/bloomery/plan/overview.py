@@ -175,6 +175,7 @@ def make_plan(request: Request) -> Plan:
             accelerators=accelerators,
             failures_per_week=request.failures_per_week,
             reach_steps=recipe.guard.reach_steps,
+            evaluate=recipe.evaluate,
             peers=peers_of(recipe),
         ),
     )

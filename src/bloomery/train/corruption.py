@@ -206,6 +206,18 @@ class CorruptionCheck:
             held["working weights"] = digest_of_all(copies)
         return held
 
+    def _not_finite(self) -> tuple[str, ...]:
+        """Return the names of the tensors whose masters hold NaN or infinities on this rank.
+
+        A row of the embedding that no sample uses shows them in no loss and in no gradient.
+        """
+        weights = self._model.weights
+        if all(map(_is_finite, weights.master)):
+            return ()
+        return tuple(
+            sorted({entry.name for entry in weights.state_entries() if not _is_finite(entry.tensor)})
+        )
+
     def _gather(self, held: dict[str, int], computed: dict[int, list[int]]) -> list[RankDigests]:
         mesh = self._mesh
         mine = RankDigests(
@@ -218,6 +230,7 @@ class CorruptionCheck:
             shard=mesh.shard.index,
             held=held,
             computed={data: tuple(digests) for data, digests in computed.items()},
+            not_finite=self._not_finite(),
         )
         return [digests_from_json(values) for values in mesh.all_gather_object(mine.to_json())]
 
@@ -282,6 +295,11 @@ class CorruptionCheck:
         self._journal.write("corruption_check", incarnation=self._incarnation(), step=step, why=why)
         if self._mesh.is_first:
             log.warning("step %d: %s", step, why)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are finite. Finding extremes takes no memory, and NaN counts as one."""
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def numerics_of(device: torch.device) -> str:

@@ -32,6 +32,7 @@ class DataSummary:
     tokens: in the documents that are trained on. planned_tokens: those that the whole run takes; empty places
     of packed documents are none.
     batch_tokens: tokens of a step, in the first phase and in the last.
+    warmup_tokens: those of the warm-up, than which no run may be shorter.
     warnings: sentences that a person should see.
     """
 
@@ -39,6 +40,7 @@ class DataSummary:
     vocabulary: int
     sequence_length: int
     batch_tokens: tuple[int, int]
+    warmup_tokens: int
     documents: int
     tokens: int
     planned_tokens: int
@@ -63,6 +65,7 @@ class DataSummary:
                 dataset,
                 alone=alone,
                 epoch_tokens=dataset.tokens if alone else self.planned_tokens / dataset.epochs,
+                least_tokens=self.warmup_tokens,
             )
             for dataset in self.datasets
             if dataset.epochs > _USEFUL_EPOCHS
@@ -108,7 +111,7 @@ class DataSummary:
 
 def summarise_data(recipe: Recipe, prepared: Prepared, data_stream: DataStream) -> DataSummary:
     """Return the sizes of a run's model and data."""
-    length = recipe.data.sequence_length
+    length, schedule = recipe.data.sequence_length, recipe.schedule
     samples = run_samples(recipe)
     batches = [phase.global_batch * length for _, phase in phases(recipe.train)]
     stream, files = data_stream.stream, data_stream.batches.datasets
@@ -133,6 +136,7 @@ def summarise_data(recipe: Recipe, prepared: Prepared, data_stream: DataStream) 
         vocabulary=prepared.vocabulary_size,
         sequence_length=length,
         batch_tokens=(batches[0], batches[-1]),
+        warmup_tokens=schedule.warmup * {"samples": length, "tokens": 1, "steps": batches[-1]}[schedule.unit],
         documents=sum(dataset.documents for dataset in datasets),
         tokens=sum(dataset.tokens for dataset in datasets),
         planned_tokens=round(sum(taken)),
@@ -143,12 +147,18 @@ def summarise_data(recipe: Recipe, prepared: Prepared, data_stream: DataStream) 
     )
 
 
-def _repeated(dataset: DatasetSummary, *, alone: bool, epoch_tokens: float) -> str:
-    """Return the warning. epoch_tokens: what the run takes of all datasets for one epoch of this one."""
+def _repeated(dataset: DatasetSummary, *, alone: bool, epoch_tokens: float, least_tokens: int) -> str:
+    """Return the warning.
+
+    epoch_tokens: what the run takes of all datasets for one epoch of this one. least_tokens: a shorter run is
+    not advised.
+    """
     subject = "The text" if alone else f"The dataset {dataset.name!r}"
+    useful = int(_USEFUL_EPOCHS * epoch_tokens)
+    shorter = f", or train.tokens={useful:_}" if useful >= least_tokens else ""
     return (
         f"{subject} is read {_times(dataset.epochs)}; beyond 4 times, more reading hardly helps. Give more "
-        f"text, or train.tokens={int(_USEFUL_EPOCHS * epoch_tokens):_}."
+        f"text{shorter}."
     )
 
 

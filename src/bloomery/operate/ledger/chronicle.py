@@ -13,8 +13,9 @@ from types import TracebackType
 
 from bloomery import durable
 from bloomery.errors import BloomeryError, storage_error
-from bloomery.events.journal import Journal, read_journal
+from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.ledger.clock import read_steadily
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import Event, time_of
 from bloomery.operate.ledger.run_history import Incident
@@ -43,7 +44,7 @@ def write_chronicle(rundir: RunDirectory, *, now: float | None = None) -> Path |
     if ledger is None:
         return None
     path = rundir.chronicle
-    text = chronicle_text(ledger, list(read_journal(rundir.operations)), name=rundir.name)
+    text = chronicle_text(ledger, list(read_steadily(rundir.operations)), name=rundir.name)
     try:
         notes = _written_by_hand(path)
         whole = f"{text}\n{BY_HAND}\n".encode(errors="replace") + notes.encode(errors="surrogateescape")

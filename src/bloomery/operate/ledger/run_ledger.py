@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
 from bloomery.events.incarnation import read_incarnations, visibility
-from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.diagnosis import Cause
+from bloomery.operate.ledger.clock import read_steadily
 from bloomery.operate.ledger.operations import (
     MOST_RANKS,
     Event,
@@ -127,7 +127,7 @@ def read_ledger(
     """Return the ledger of a run from its first start until now; None where it was never started.
 
     A run that is over (finished or stopped) is counted up to its last event. Reads each journal once, and
-    the first rank's twice, line by line.
+    the first rank's twice, line by line; before that it looks through the times of each (`read_steadily`).
 
     now: the present time, in seconds since 1970; None takes the clock.
     until: the end of the window in place of the present, and not after it; None leaves it.
@@ -135,11 +135,11 @@ def read_ledger(
     ranks: the ranks that are counted; only the first is quicker by as many times as there are ranks.
     """
     now = time.time() if now is None else now
-    operations = list(read_journal(rundir.operations))
+    operations = list(read_steadily(rundir.operations))
     is_visible = visibility(read_incarnations(rundir))
     journals = {path.stem: path for path in rundir.journals()}
     first = min(journals, key=_rank_of, default=None)
-    events: Iterable[Event] = read_journal(journals[first]) if first is not None else ()
+    events: Iterable[Event] = read_steadily(journals[first]) if first is not None else ()
     history = read_run_history(
         events, operations, is_visible=is_visible, until=math.inf if until is None else until
     )
@@ -159,7 +159,7 @@ def read_ledger(
         sums.add(
             name,
             rank_spans(
-                read_journal(journals[name]) if name in journals else (),
+                read_steadily(journals[name]) if name in journals else (),
                 marks=marks,
                 is_visible=is_visible,
                 begin=_joined(history, _rank_of(name)[1]),
