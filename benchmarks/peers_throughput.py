@@ -239,7 +239,7 @@ def micro_batches(
     which tokens attend; 0 for no documents.
     """
     mine = slice(mesh.data.index, None, mesh.data.degree)
-    samples = torch.arange(shape.samples)[mine]
+    samples = torch.arange(shape.samples, device=tokens.device)[mine]
     documents = None
     if document_tokens:
         numbers = torch.arange(shape.sequence_length, device=tokens.device, dtype=torch.int32)

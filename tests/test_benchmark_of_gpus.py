@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from bloomery.config.parallel import ParallelSection
+from bloomery.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(layers=2, hidden=32, heads=2, ffn=48, vocabulary=64, sequence_length=16, samples=3)
@@ -303,6 +305,19 @@ def test_a_step_by_samples_that_computes_again_has_the_loss_and_the_update_of_on
     assert losses[4096] == pytest.approx(losses[0], rel=1e-2)
     assert losses[8192] == pytest.approx(losses[0], rel=1e-2)
     assert len(set(losses[0])) == 3
+
+
+def test_all_of_a_batch_is_where_its_tokens_are(benchmarks: Any) -> None:
+    peers, shape = benchmarks("peers_throughput"), (3, 16)
+    tokens, targets = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
+    mesh = Mesh(device=torch.device("meta"))
+    batches = peers.micro_batches(
+        peers.Shape(**SIZES), tokens, targets, mesh=mesh, micro_batch=1, document_tokens=8
+    )
+    assert len(batches) == 3
+    for batch in batches:
+        parts = (batch.tokens, batch.targets, batch.documents, batch.samples)
+        assert {part.device.type for part in parts} == {"meta"}
 
 
 @pytest.mark.parametrize(

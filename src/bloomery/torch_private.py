@@ -183,6 +183,30 @@ def compiled_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
+def can_split_backward() -> bool:
+    """Return whether `backward_of_input` and `backward_of_weights` can split a backward here.
+
+    torch begins the second half at a node of the graph, and asks it for what it takes. In 2.11 nodes of
+    functions that Python defines, such as the loss's, do not answer.
+    """
+    with torch.enable_grad():
+        result = _Unchanged.apply(torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    try:
+        return bool(result.grad_fn._input_metadata)
+    except RuntimeError:
+        return False
+
+
+class _Unchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return gradient
+
+
 def backward_of_input(
     root: Tensor, output_gradient: Tensor | None, x: Tensor, parameters: Iterator[nn.Parameter]
 ) -> tuple[Tensor, Any]:

@@ -144,10 +144,15 @@ def test_torch_accepts_the_layouts_and_the_product_is_that_of_the_factors(
 
 
 def test_rows_are_multiplied_for_real_by_the_units_of_this_machine() -> None:
-    """On CPUs torch has products of scaled rows too, but none of blocks."""
+    """On CPUs torch has products of scaled rows too, but none of blocks; 2.11 had those of tensors alone."""
     left, right = factors((40, 130, 24), "row", is_weight=False)
     scales = (left.scales, right.scales)
-    found = units_product(left.codes, right.codes, scales, torch.bfloat16, scaling="row")
+    try:
+        found = units_product(left.codes, right.codes, scales, torch.bfloat16, scaling="row")
+    except RuntimeError as refusal:
+        if "only supports per-tensor scaling" not in str(refusal):
+            raise
+        pytest.skip("this torch has no products of scaled rows on CPUs")
     expected = widened(left).double() @ widened(right).double().t()
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-3 * float(expected.abs().max()))
 

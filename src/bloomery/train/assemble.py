@@ -38,6 +38,7 @@ from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.recomputation import AUTO
 from bloomery.plan.schedule import phase_at, steps_of_peer
+from bloomery.torch_private import can_split_backward
 from bloomery.train.attention_kernel import AttentionChoice, decide_attention
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
@@ -99,6 +100,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             room_bytes=least_room_bytes(mesh),
         )
         _refuse_unsupported_scaling(loaded, mesh)
+        _refuse_unsupported_schedule(loaded)
         recomputation = auto_recompute(recipe)
         if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
             heartbeat.expect_no_compilation()
@@ -258,6 +260,19 @@ def _refuse_unsupported_scaling(loaded: LoadedRecipe, mesh: Mesh) -> None:
         remedy = "Set train.fp8_scaling to one that it has: 'tensor' needs the least, then 'row'."
         finding = Finding(key="train.fp8_scaling", problem=lacking, remedy=remedy)
         refuse(loaded.recipe, loaded.sources, [finding])
+
+
+def _refuse_unsupported_schedule(loaded: LoadedRecipe) -> None:
+    """Raise ConfigError where the run's pipeline schedule splits the backward, and this torch cannot."""
+    parallel = loaded.recipe.parallel
+    if parallel.pipeline == 1 or parallel.schedule not in SPLIT_BACKWARD or can_split_backward():
+        return
+    finding = Finding(
+        key="parallel.schedule",
+        problem=f"splits the backward, which torch {torch.__version__} cannot do",
+        remedy="Set it to 'interleaved' or '1f1b', or install torch 2.13.",
+    )
+    refuse(loaded.recipe, loaded.sources, [finding])
 
 
 def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: CombinedBackups | None) -> Store:
