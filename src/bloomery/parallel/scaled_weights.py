@@ -79,8 +79,10 @@ class ScaledWeights:
         self._keeps_copies = keeps_copies
         self._layers = [part for part in decoder.blocks.modules() if isinstance(part, Linear)]
         self._is_used = False
-        self._largest = compiled_function(_largest_both_ways) if compiled else _largest_both_ways
-        self._rounded = compiled_function(_rounded_both_ways) if compiled else _rounded_both_ways
+        self._largest, self._rounded = _largest_both_ways, _rounded_both_ways
+        if compiled:
+            self._largest = compiled_function(_largest_both_ways, device=decoder.device)
+            self._rounded = compiled_function(_rounded_both_ways, device=decoder.device)
         weights.after_rounding = self.refresh
 
     def use(self, *, wanted: bool) -> None:
