@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.model.fp8_reference import rounded
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from bloomery.model.fp8 import Maximum, fp8_linear
+from bloomery.model.fp8 import FP8_FORWARD, Maximum, fp8_linear
 from bloomery.model.fp8_scaling import (
     FINE_SCALINGS,
     FineScaling,
@@ -222,3 +223,28 @@ def test_a_backward_waits_with_x_in_8_bits_and_with_no_copy_of_the_weight() -> N
         assert len(own) == len(saved) - 1
         scales = {"row": 256, "block": 256, "mx": 512}[scaling]
         assert sum(tensor.nbytes for tensor in own) == 64 * 256 + 4 * scales
+
+
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
+def test_a_compiler_for_cpus_sees_each_conversion_to_and_from_8_bits_as_one_operator(
+    scaling: FineScaling,
+) -> None:
+    """The compiler of torch 2.13 splits blocks wrongly; `make soak PART=compiled` compiles a real layer."""
+
+    def forward_and_backward(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        y = scaled_linear(x, weight, scaling=scaling)
+        return list(torch.autograd.grad(y.sum(), (x, weight)))
+
+    x, weight = drawn(40, 200, seed=13).requires_grad_(), drawn(150, 200, seed=14).requires_grad_()
+    traced = make_fx(forward_and_backward, tracing_mode="fake")(x, weight)
+    for found, expected in zip(traced(x, weight), forward_and_backward(x, weight), strict=True):
+        assert torch.equal(found, expected)
+    converting = list[object]()
+    for node in traced.graph.nodes:
+        dtypes = {part.meta["val"].dtype for part in (node, *node.all_input_nodes) if "val" in part.meta}
+        if FP8_FORWARD in dtypes and len(dtypes) > 1:
+            converting.append(node.target)
+    operators = torch.ops.bloomery
+    # Each of three products has two factors of its own.
+    assert converting.count(operators.fp8_blocks.default) == 6
+    assert converting.count(operators.fp8_widened.default) == 6 and len(converting) == 12

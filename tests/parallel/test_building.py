@@ -162,9 +162,9 @@ def test_forward_and_loss_are_compiled_together_or_the_loss_beside_blocks_or_blo
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(
-        local_loss, "compiled_function", lambda function: compiled.append(function) or function
+        local_loss, "compiled_function", lambda function, *, device: compiled.append(function) or function
     )
-    monkeypatch.setattr("bloomery.parallel.recompute.compiled_function", lambda function: function)
+    monkeypatch.setattr("bloomery.parallel.recompute.compiled_function", lambda function, *, device: function)
     monkeypatch.setattr("bloomery.parallel.recompute.allow_compilations", lambda count: None)
     split: list[Any] = []
 

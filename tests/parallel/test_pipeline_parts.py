@@ -236,7 +236,7 @@ def test_a_stage_runs_its_blocks_and_the_last_one_the_loss(monkeypatch: pytest.M
     address = DropoutAddress(rows="rows")  # type: ignore[arg-type]
     assert calls == [("tokens", {**usual, "documents": None, "address": address, "blocks": range(2, 4)})]
     compiled: list[Any] = []
-    monkeypatch.setattr(pipeline_module, "compiled_function", lambda f: compiled.append(f) or f)
+    monkeypatch.setattr(pipeline_module, "compiled_function", lambda f, *, device: compiled.append(f) or f)
     computation()
     assert compiled == []
     computation(compiled=True)

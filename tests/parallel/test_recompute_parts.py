@@ -49,12 +49,12 @@ def test_each_block_is_wrapped_as_its_mode_says_and_unwrapped_before(
     splits: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def marking(mark: str) -> Any:
-        return lambda function: lambda: f"{mark}({function()})"
+        return lambda function, **_device: lambda: f"{mark}({function()})"
 
     names = {"_checkpointed": "full", "_checkpointed_once": "once", "_keeping_products": "products"}
     for name, mark in {**names, "compiled_function": "compiled"}.items():
         monkeypatch.setattr(recompute, name, marking(mark))
-    decoder: Any = SimpleNamespace(blocks=[Block(index) for index in range(5)])
+    decoder: Any = SimpleNamespace(blocks=[Block(index) for index in range(5)], device=None)
 
     def seen(*modes: str) -> list[tuple[str, str]]:
         set_recompute(decoder, dict(enumerate(modes)), splits_backward=splits, compiles=compiles)
@@ -131,9 +131,13 @@ def test_what_a_backward_needs_is_kept_without_its_graph_and_what_it_was_made_of
     assert saved._count > 0 and saved._arguments == ()
 
 
-def test_a_function_is_compiled_as_one_graph_for_its_very_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "options"), [("cpu", {"emulate_precision_casts": True}), ("cuda", None)])
+def test_a_function_is_compiled_as_one_graph_for_its_very_shapes_and_on_cpus_with_the_roundings_of_eager_code(
+    device: str, options: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **told: (function, told))
-    assert compiled_function(len) == (len, {"dynamic": False, "fullgraph": True})  # type: ignore[comparison-overlap]
+    told = {"dynamic": False, "fullgraph": True, "options": options}
+    assert compiled_function(len, device=torch.device(device)) == (len, told)  # type: ignore[comparison-overlap]
 
 
 class Store:

@@ -20,9 +20,10 @@ from bloomery.config.model import ModelSection
 from bloomery.model.attention_choice import attention_kernel
 from bloomery.model.decoder import build
 from bloomery.model.dropout import dropout_address
-from bloomery.model.fp8_scaling import FINE_SCALINGS, FineScaling
+from bloomery.model.fp8_scaling import FINE_SCALINGS, FineScaling, scaled_linear
 from bloomery.model.initial_filling import initialise
 from bloomery.model.loss import next_token_loss
+from bloomery.parallel.recompute import compiled_function
 
 
 @pytest.mark.slow
@@ -94,6 +95,28 @@ def test_compiled_code_gives_the_units_for_8_bits_the_layouts_that_were_made(
     assert_compiled_alike(monkeypatch, scaling, backend="inductor")
 
 
+@pytest.mark.slow
+@pytest.mark.needs("g++", package="g++")
+@pytest.mark.needs(has_python_headers, package="python3-dev")
+@pytest.mark.parametrize("scaling", FINE_SCALINGS)
+def test_a_compiled_layer_of_8_bits_has_the_bits_of_an_eager_one_with_blocks_that_are_not_full(
+    scaling: FineScaling,
+) -> None:
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return scaled_linear(x * 1.3 * 0.7, weight, scaling=scaling)  # rounded to bf16 twice
+
+    generator = torch.Generator().manual_seed(3)
+    x, weight, slope = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((200, 260), (130, 260), (200, 130))
+    )
+    results = []
+    for function in (compiled_function(layer, device=x.device), layer):
+        own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = function(own_x, own_weight)
+        results.append([y.detach(), *torch.autograd.grad(y, (own_x, own_weight), slope)])
+    assert all(torch.equal(compiled, eager) for compiled, eager in zip(*results, strict=True))
+
+
 @pytest.fixture(scope="module")
 def matrix() -> Iterator[Matrix]:
     """Ranks that stay for all layouts."""
@@ -102,8 +125,21 @@ def matrix() -> Iterator[Matrix]:
     matrix.close()
 
 
+@pytest.fixture(scope="module")
+def two_steps(matrix: Matrix) -> Matrix:
+    """Compares gradients of a first step, and the loss of a second, on the same ranks.
+
+    In 16 and 8 bits a difference of 1e-10, which the order of sums makes, turns over a rounding within a few
+    steps. Losses of 20 steps then differ by 5e-3 in eager code too (ZeRO 3 and one process).
+    """
+    short = Matrix(steps=2)
+    short.ranks = matrix.ranks
+    return short
+
+
 COMPILED = (
     ("DP 2", GPT, ()),
+    ("DP 2", LLAMA, ("train.precision=bf16",)),
     ("DP 2", LLAMA, ("train.precision=fp8",)),
     ("DP 2", LLAMA, ("train.precision=fp8", "train.fp8_scaling=block")),
     ("DP 2", LLAMA, ("train.precision=fp8", "train.fp8_scaling=row")),
@@ -129,9 +165,12 @@ COMPILED = (
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "style", "settings"), COMPILED)
 def test_a_compiled_layout_trains_what_one_compiled_process_trains(
-    matrix: Matrix, name: str, style: str, settings: tuple[str, ...]
+    matrix: Matrix, two_steps: Matrix, name: str, style: str, settings: tuple[str, ...]
 ) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == name)
-    found = matrix.difference(layout, style, settings=("train.compile=on", "train.steps=4", *settings))
+    is_narrow = any(setting.startswith("train.precision=") for setting in settings)
+    found = (two_steps if is_narrow else matrix).difference(
+        layout, style, settings=("train.compile=on", "train.steps=4", *settings)
+    )
     print(f"{name}, {style}, {' '.join(settings)}: {found}")
     assert not found.beyond, found

@@ -282,7 +282,7 @@ def _block_s(
                 parameter.normal_(std=0.05)
         for block in decoder.blocks:
             if compiles:
-                block.__dict__["forward"] = compiled_function(block.forward)
+                block.__dict__["forward"] = compiled_function(block.forward, device=device)
         tokens = torch.randint(VOCABULARY, (samples, length), device=device)
 
         def forward_and_backward(decoder: torch.nn.Module = decoder, tokens: torch.Tensor = tokens) -> None:

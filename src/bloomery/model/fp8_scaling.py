@@ -136,14 +136,13 @@ def scaled(
     largest: the largest magnitude of each block, [⌈r/a⌉, ⌈k/b⌉]; that of `x` if it is not given.
     """
     block = block_of(x, scaling, is_weight=is_weight)
-    blocks = _in_blocks(x, block)  # [r/a, a, k/b, b]
     largest = largest_of_blocks(x, scaling, is_weight=is_weight) if largest is None else largest
     scales = fp8_scale(largest, FP8_FORWARD)
     if scaling != "block":
         scales = power_of_two_from(scales)
-    codes = (blocks.float() / scales[:, None, :, None]).to(FP8_FORWARD)
-    rows = codes.flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]].contiguous()
-    return ScaledFactor(rows, scales, block)
+    # GPUs fuse the rounding with what makes x.
+    rounded = torch.ops.bloomery.fp8_blocks if x.device.type == "cpu" else _rounded_blocks
+    return ScaledFactor(rounded(x, scales, *block), scales, block)
 
 
 def largest_of_blocks(x: Tensor, scaling: FineScaling, *, is_weight: bool = False) -> Tensor:
@@ -169,10 +168,8 @@ def power_of_two_from(x: Tensor) -> Tensor:
 
 def widened(factor: ScaledFactor) -> Tensor:
     """Return what a factor in 8 bits stands for, in fp32, [r, k]."""
-    rows, columns = factor.codes.shape
-    height, length = factor.block
-    scales = factor.scales.repeat_interleave(height, 0)[:rows]
-    return factor.codes.float() * scales.repeat_interleave(length, 1)[:, :columns]
+    values: Tensor = torch.ops.bloomery.fp8_widened(factor.codes, factor.scales, *factor.block)
+    return values
 
 
 def _factor(
@@ -223,3 +220,40 @@ def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     missing = (0, -columns % length, 0, -rows % height)
     whole = F.pad(x, missing) if any(missing) else x
     return whole.unflatten(1, (-1, length)).unflatten(0, (-1, height))
+
+
+def _rounded_blocks(x: Tensor, scales: Tensor, height: int, length: int) -> Tensor:
+    """Return the codes of [r, k], contiguous."""
+    blocks = _in_blocks(x, (height, length))  # [r/a, a, k/b, b]
+    codes = (blocks.float() / scales[:, None, :, None]).to(FP8_FORWARD)
+    return codes.flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]].contiguous()
+
+
+# Operators, so that torch.compile leaves them whole on CPUs; see `layers.py` for why they are made like this.
+# Column j has the scale of block j // b. For that the compiler of torch 2.13 splits a CPU's loop over columns
+# into whole blocks. It leaves out the columns after the last whole block, and it fails where a matrix and its
+# transpose share a loop.
+torch.library.define(
+    "bloomery::fp8_blocks", "(Tensor x, Tensor scales, int height, int length) -> Tensor codes"
+)
+torch.library.define(
+    "bloomery::fp8_widened", "(Tensor codes, Tensor scales, int height, int length) -> Tensor values"
+)
+torch.library.impl("bloomery::fp8_blocks", "default", _rounded_blocks)
+
+
+@torch.library.register_fake("bloomery::fp8_blocks")  # type: ignore[untyped-decorator]
+def _(x: Tensor, _scales: Tensor, _height: int, _length: int) -> Tensor:
+    return x.new_empty(x.shape, dtype=FP8_FORWARD)
+
+
+@torch.library.impl("bloomery::fp8_widened", "default")
+def _fp8_widened(codes: Tensor, scales: Tensor, height: int, length: int) -> Tensor:
+    rows, columns = codes.shape
+    by_row = scales.repeat_interleave(height, 0)[:rows]
+    return codes.float() * by_row.repeat_interleave(length, 1)[:, :columns]
+
+
+@torch.library.register_fake("bloomery::fp8_widened")  # type: ignore[untyped-decorator]
+def _(codes: Tensor, _scales: Tensor, _height: int, _length: int) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.float32)

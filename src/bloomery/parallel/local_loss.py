@@ -24,14 +24,16 @@ def tensor_loss_of(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str
 
     compiles: 'whole' for the forward and the loss together, 'loss' for only the loss, '' for nothing.
     """
-    loss_of_hidden = compiled_function(decoder.loss) if compiles == "loss" else decoder.loss
+    loss_of_hidden = decoder.loss
+    if compiles == "loss":
+        loss_of_hidden = compiled_function(loss_of_hidden, device=decoder.device)
 
     def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
         address = None if rows is None else DropoutAddress(rows=rows)
         hidden = decoder(tokens, documents=documents, address=address)
         return loss_of_hidden(hidden, targets, z_loss=z_loss, chunk=chunk)
 
-    return compiled_function(loss) if compiles == "whole" else loss
+    return compiled_function(loss, device=decoder.device) if compiles == "whole" else loss
 
 
 def micro_batch_loss(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:

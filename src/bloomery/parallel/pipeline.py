@@ -143,7 +143,8 @@ class StageComputation:
         self._decoder, self._weights, self._dropout_seed = decoder, weights, dropout_seed
         eager = {stage: _stage_function(decoder, stage, z_loss=z_loss, chunk=chunk) for stage in stages}
         self._functions: dict[PipelineStage, StageFunction] = {
-            stage: compiled_function(function) if compiled else function for stage, function in eager.items()
+            stage: compiled_function(function, device=decoder.device) if compiled else function
+            for stage, function in eager.items()
         }
         self._parameters = {stage: tuple(_stage_parameters(decoder, stage)) for stage in stages}
 

@@ -53,9 +53,17 @@ def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection)
     return not is_one_part or mesh.device.type != "cpu"
 
 
-def compiled_function(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Return the function as one compiled graph, for arguments of one shape at a time."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def compiled_function(
+    function: Callable[_Arguments, _Result], *, device: torch.device
+) -> Callable[_Arguments, _Result]:
+    """Return the function as one compiled graph, for arguments of one shape at a time.
+
+    device: where it computes. On CPUs every operation's result is rounded to its own dtype, as in eager code.
+    The compiler's own choice is to keep in fp32 what it fuses. Which values these are depends on what is
+    compiled together: in 16 and 8 bits a model compiled as a whole then differs from one compiled by block.
+    """
+    options: dict[str, Any] | None = {"emulate_precision_casts": True} if device.type == "cpu" else None
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
 def set_recompute(
@@ -89,7 +97,7 @@ def set_recompute(
         elif modes[block.index] == "selective":
             block.attention.__dict__["attend"] = wrap(block.attention.attend)
         if compiles:
-            block.__dict__["forward"] = compiled_function(block.forward)
+            block.__dict__["forward"] = compiled_function(block.forward, device=decoder.device)
 
 
 def _round_apart(module: nn.Module, *, wanted: bool) -> None:

@@ -87,8 +87,10 @@ class ScaledWeights:
         )
         self._unrounded: deque[tuple[int, Linear]] = deque()
         self._is_used = False
-        self._largest = compiled_function(_largest_both_ways) if compiled else _largest_both_ways
-        self._rounded = compiled_function(_rounded_both_ways) if compiled else _rounded_both_ways
+        self._largest, self._rounded = _largest_both_ways, _rounded_both_ways
+        if compiled:
+            self._largest = compiled_function(_largest_both_ways, device=decoder.device)
+            self._rounded = compiled_function(_rounded_both_ways, device=decoder.device)
         weights.updated.after_rounding = self.refresh
         weights.updated.on_arrival = self.round_arrived
 
