@@ -34,8 +34,9 @@ class OneTensor:
         return torch.zeros(self.numel if numel is None else numel)
 
     def each_master(self, strips: Sequence[range]) -> Iterator[Tensor]:
-        for strip in strips:
-            yield self.weights[strip.start : strip.stop].clone()
+        blocks = torch.empty(2, max(map(len, strips), default=0))
+        for number, strip in enumerate(strips):
+            yield blocks[number % 2, : len(strip)].copy_(self.weights[strip.start : strip.stop])
 
     def copy_masters(self, into: Tensor, spans: Ranges) -> Any:
         into[: sum(map(len, spans))] = take(self.weights, spans)

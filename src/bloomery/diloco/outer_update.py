@@ -152,6 +152,10 @@ PIECE = 1 << 27
 """Elements that a ring reduces at a time: half a gibibyte as fp32, for which a link takes seconds."""
 
 
+_SQUARED = 1 << 18
+"""Elements that are squared at a time: torch writes them out as fp64, into memory that stays in the cache."""
+
+
 def pieces_of(numel: int, piece: int) -> list[range]:
     """Return ranges of at most `piece` elements that cover `numel` elements; one empty range for 0."""
     return [range(start, min(start + piece, numel)) for start in range(0, max(1, numel), piece)]
@@ -159,7 +163,8 @@ def pieces_of(numel: int, piece: int) -> list[range]:
 
 def squared_norm(values: Tensor) -> float:
     """Return the squared L2 norm of a vector, in float64; not finite where an element is not."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+    parts = values.reshape(-1).split(_SQUARED)
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64).square()) for part in parts)
 
 
 def rank_digest(tensors: Iterable[Tensor]) -> str:

@@ -187,10 +187,6 @@ class PseudoGradient:
         """Return the digest of the whole base and momentum after the outer step, which `adopt` makes."""
         self._end_adoption()
         self._prepared = reduced
-        if self._section.overlap_steps:
-            for strip, place, values in _averaged(reduced.average, self._spans):
-                after = self._next_base[place : place + len(strip)]
-                self._step(strip, values, out=(after, torch.empty_like(after)))
         return digest_of_pieces(self._after_round(reduced.average), nbytes=8 * self._vector.numel)
 
     def average(self) -> StoredAverage | None:
@@ -271,10 +267,15 @@ class PseudoGradient:
                 yield torch.sub(_of(self._base, strip), weights, out=weights), place
             return
         copied.synchronize()
-        for strip, place in strips:
-            yield torch.sub(_of(self._base, strip), self._offered[place : place + len(strip)]), place
+        drifts = torch.empty(2, self._scratch_numel())
+        for number, (strip, place) in enumerate(strips):
+            weights, drift = self._offered[place : place + len(strip)], drifts[number % 2, : len(strip)]
+            yield torch.sub(_of(self._base, strip), weights, out=drift), place
 
-    def _step(self, strip: range, average: Tensor, *, out: tuple[Tensor, Tensor]) -> None:
+    def _scratch_numel(self) -> int:
+        return min(BLOCK, self._vector.numel)
+
+    def _step(self, strip: range, average: Tensor, *, out: tuple[Tensor, Tensor, Tensor]) -> None:
         rate, decay = self._section.outer_learning_rate, self._section.outer_momentum
         base, momentum = _of(self._base, strip), _of(self._momentum, strip)
         nesterov_step(base, momentum, average, learning_rate=rate, decay=decay, out=out)
@@ -283,8 +284,10 @@ class PseudoGradient:
         self, average: StoredAverage, spans: Ranges, *, then: Callable[[range], None] = lambda strip: None
     ) -> None:
         """Make a step in place. then: called with the elements of the vector that have made it."""
+        scratch = torch.empty(self._scratch_numel())
         for strip, _, values in _averaged(average, spans):
-            self._step(strip, values, out=(_of(self._base, strip), _of(self._momentum, strip)))
+            base, momentum = _of(self._base, strip), _of(self._momentum, strip)
+            self._step(strip, values, out=(base, momentum, scratch[: len(strip)]))
             then(strip)
 
     def _put(self, strip: range) -> None:
@@ -302,9 +305,9 @@ class PseudoGradient:
     def _after_round(self, average: StoredAverage) -> Iterator[npt.NDArray[np.float32]]:
         """Yield the whole base and then the momentum as they are after a round, some elements at a time.
 
-        The memory of a piece is taken again for the next but one.
+        With overlapped steps the next base stays; else the memory of a piece is taken for the next but one.
         """
-        scratch = torch.empty(3, min(BLOCK, max(1, total(self._spans))))
+        scratch = torch.empty(3, self._scratch_numel())
         for present in (self._base, self._momentum):
             end = 0
             for number, (strip, place, values) in enumerate(_averaged(average, self._spans)):
@@ -313,10 +316,10 @@ class PseudoGradient:
                 if present is self._momentum:
                     decay = self._section.outer_momentum
                     torch.mul(_of(present, strip), decay, out=after).add_(values)
-                elif self._section.overlap_steps:
-                    after = self._next_base[place : place + len(strip)]
                 else:
-                    self._step(strip, values, out=(after, scratch[2, : len(strip)]))
+                    if self._section.overlap_steps:
+                        after = self._next_base[place : place + len(strip)]
+                    self._step(strip, values, out=(after, scratch[2, : len(strip)], after))
                 yield after.numpy()
                 end = strip.stop
             yield present[end:].numpy()
@@ -355,7 +358,7 @@ def nesterov_step(
     *,
     learning_rate: float,
     decay: float,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the base weights and the momentum after an outer step.
 
@@ -364,12 +367,13 @@ def nesterov_step(
     mean of θ − θᵢ over the peers. All fp32 vectors of one length. Each product and each sum is rounded by
     itself: a fused multiply-add would give other bits on another processor, and peers must agree on all.
 
-    out: memory for both results, which may be the arguments themselves; None: new memory.
+    out: memory for both results, which may be the arguments themselves, and for what lies between, which may
+        be that of the weights if these are no argument; None: new memory.
     """
-    after, moved = (torch.empty_like(base), torch.empty_like(momentum)) if out is None else out
+    after, moved, ahead = (torch.empty_like(base) for _ in range(3)) if out is None else out
     torch.mul(momentum, decay, out=moved).add_(pseudo_gradient)
-    ahead = torch.mul(moved, decay).add_(pseudo_gradient)
-    return torch.sub(base, ahead.mul_(learning_rate), out=after), moved
+    torch.mul(moved, decay, out=ahead).add_(pseudo_gradient).mul_(learning_rate)
+    return torch.sub(base, ahead, out=after), moved
 
 
 def _of(flat: Tensor, strip: range) -> Tensor:
