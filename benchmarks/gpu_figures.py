@@ -50,24 +50,32 @@ def against_peers(
 
 
 def outer_step(session: Session, told: Figures) -> list[Measurement]:
-    """What a round takes of the training beside the network, against so many steps."""
+    """What the outer step of a round takes of the training without the network, against so many steps.
+
+    The training waits for all of it, or goes on with steps meanwhile (`elastic.overlap_steps`).
+    """
     if "left_out" in told:
         return []
-    spent: Mapping[str, float] = told.get("outer", {})
-    round_s = ROUND_STEPS * told.get("seconds", float("nan"))
-    reference = told.get("failure") or ", ".join(f"{name} {value:.3g} s" for name, value in spent.items())
-    waits = {
-        "1B: outer step, of 100 steps": list(spent),
-        "1B: outer step, of 100 steps, beside steps": [name for name in spent if name != "average"],
+    waits: Mapping[str, float] = told.get("outer_waits", {})
+    beside: Mapping[str, float] = told.get("outer_beside", {})
+    added = {
+        "1B: outer step, of 100 steps": (
+            sum(waits.values()) if waits else float("nan"),
+            ", ".join(f"{name} {value:.3g} s" for name, value in waits.items()),
+        ),
+        "1B: outer step, of 100 steps, beside steps": (
+            beside.get("added", float("nan")),
+            ", ".join(f"{name} {value:.4g}" for name, value in beside.items()),
+        ),
     }
     return [
         session.judged(
             title,
-            100 * sum(spent[name] for name in names) / round_s if names else float("nan"),
+            100 * added_s / (ROUND_STEPS * told.get("seconds", float("nan"))),
             "%",
-            reference=reference,
+            reference=told.get("failure") or f"{added_s:.3g} s: {parts}",
         )
-        for title, names in waits.items()
+        for title, (added_s, parts) in added.items()
     ]
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from gpu_attention import chosen_attention
+from gpu_outer import outer_figures
 from gpu_recording import parts_of, peak_bytes_of
 from gpu_run import LOSS_CHUNK
 from peers_throughput import (
     LEARNING_RATE,
-    OwnTraining,
     Shape,
     Step,
     bloomery_step,
@@ -39,18 +39,12 @@ from peers_throughput import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from bloomery.config.elastic import ElasticSection
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.diloco.outer_update import Reduced
-from bloomery.diloco.peer_vector import PeerVector
-from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.diloco.stored_average import StoredAverage
 from bloomery.model.attention_choice import attention_kernel, use_attention
 from bloomery.model.loss import NextTokenLoss
 from bloomery.parallel.precision import DTYPES, resolve_precision
 from bloomery.plan.parameters import token_cost
-from bloomery.transport.gradient_codec import decode, encode
 
 Figures = dict[str, Any]
 
@@ -180,7 +174,7 @@ def _speed_of_ours(job: Figures, kernel: str) -> Iterator[Figures]:
     yield {"flops": cost.model * shape.tokens, "hardware_flops": cost.hardware * shape.tokens}
     yield {"parts": parts_of(step, device())}
     if job.get("outer"):
-        yield from _outer(own, step)
+        yield from outer_figures(own, step)
 
 
 def _peer(job: Figures) -> Iterator[Figures]:
@@ -201,35 +195,6 @@ def _timed(step: Step, shape: Shape) -> Figures:
         "tokens": shape.tokens,
         "bytes": memory,
     }
-
-
-def _outer(own: OwnTraining, step: Step) -> Iterator[Figures]:
-    """Seconds of each part of two outer steps of one peer, without what the network takes.
-
-    The first has memory to take and pages to touch, so the second counts. Each of `OuterUpdate`'s calls in
-    its order: the training waits for all, or with `elastic.overlap_steps` for all but `average`.
-    """
-    update = PseudoGradient(PeerVector(own.model.weights, own.mesh), ElasticSection(inner_steps=100))
-    update.begin()
-    spent: dict[str, float] = {}
-    for number in (1, 2):
-        step()
-        _wait()
-        spent = {"offer": _seconds(lambda number=number: update.offer(number))}
-        average = StoredAverage("int8", members=1)
-        spent["average"] = _seconds(lambda average=average: _average(update, average))
-        reduced = Reduced(average=average, residual=None)
-        spent["prepare"] = _seconds(lambda reduced=reduced: update.prepare(reduced))
-        spent["adopt"] = _seconds(update.adopt)
-    yield {"outer": spent, "outer_numel": update.base.numel()}
-
-
-def _average(update: PseudoGradient, average: StoredAverage) -> None:
-    """What a ring does with a part, but for the exchange: encode, decode, keep."""
-    for piece in update.pieces():
-        values = update.values(1.0, piece)[0].numpy()
-        decode(encode(values, "int8"), "int8", values)
-        average.append(values)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -108,11 +108,13 @@ class OwnTraining:
 
     step: makes one optimizer step of the batches that it is given, and returns the whole batch's mean loss.
         Collective.
+    before_update: what each step calls between its backward and its update.
     """
 
     model: TrainingModel
     mesh: Mesh
     step: Callable[[Sequence[MicroBatch]], Tensor]
+    before_update: list[Callable[[], None]]
 
 
 def bloomery_step(
@@ -189,6 +191,12 @@ def bloomery_training(
     else:
         model.initialise(seed=seed, bigrams=lambda: torch.empty(0))  # unused: weights begin random
     model.set_phase(precision=computes_in, recompute=recompute)
+    before_update: list[Callable[[], None]] = []
+
+    def call_each(_state: TrainState) -> None:
+        for call in before_update:
+            call()
+
     parts = StepParts(
         phase=Phase(
             global_batch=shape.samples,
@@ -203,12 +211,14 @@ def bloomery_training(
         sequence_length=shape.sequence_length,
         learning_rate=lambda _state: learning_rate(),
         wait_staged=lambda: None,
+        average_gradients=call_each,
     )
     state = TrainState(goal=Goal(steps=1))
     return OwnTraining(
         model=model,
         mesh=mesh,
         step=lambda batches: mesh.all_reduce(train_step(parts, batches, state).cross_entropy) / shape.tokens,
+        before_update=before_update,
     )
 
 

@@ -123,10 +123,13 @@ def speed_of(seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def test_the_bars_of_speed_come_from_seconds_and_operations(benchmarks: Any) -> None:
-    spent = {"offer": 0.02, "average": 0.3, "prepare": 0.03, "adopt": 0.05}
+    outer = {
+        "outer_waits": {"offer": 0.02, "average and prepare": 0.33, "adopt": 0.05},
+        "outer_beside": {"added": 0.1, "steps": 7, "alone": 0.2},
+    }
     session = Canned(
         benchmarks("gpu_session"),
-        **{"speed 1B bf16": speed_of(0.2, outer=spent), "peer 1B": {"seconds": 0.3}},
+        **{"speed 1B bf16": speed_of(0.2, **outer), "peer 1B": {"seconds": 0.3}},
         **{"speed 8B bf16": speed_of(1.7), "speed 8B fp8": speed_of(1.25)},
     )
     found = judged(benchmarks("gpu_parts").PARTS["speed"], session)
@@ -144,6 +147,8 @@ def test_the_bars_of_speed_come_from_seconds_and_operations(benchmarks: Any) -> 
     assert found["1B: outer step, of 100 steps"].value == pytest.approx(2.0)
     assert found["1B: outer step, of 100 steps, beside steps"].value == pytest.approx(0.5)
     assert not found["1B: outer step, of 100 steps"].ok
+    assert found["1B: outer step, of 100 steps, beside steps"].ok
+    assert "steps 7" in found["1B: outer step, of 100 steps, beside steps"].reference
 
 
 def test_a_job_that_failed_misses_its_bars_and_one_that_was_left_out_has_no_figure(benchmarks: Any) -> None:

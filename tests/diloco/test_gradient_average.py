@@ -11,7 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bloomery.diloco import outer_update, pseudo_gradient
+from bloomery.diloco import gradient_average, outer_update
+from bloomery.diloco.gradient_average import GradientAverage
 from bloomery.diloco.outer_update import (
     Reduced,
     digest,
@@ -20,7 +21,6 @@ from bloomery.diloco.outer_update import (
     rank_digest,
     squared_norm,
 )
-from bloomery.diloco.pseudo_gradient import GradientAverage
 from bloomery.diloco.stored_average import StoredAverage
 
 
@@ -51,7 +51,7 @@ class Vector:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pseudo_gradient, "BLOCK", 4)
+    monkeypatch.setattr(gradient_average, "BLOCK", 4)
 
 
 AVERAGE = StoredAverage.of(np.arange(10, dtype=np.float32) / 2)
@@ -59,7 +59,7 @@ AVERAGE = StoredAverage.of(np.arange(10, dtype=np.float32) / 2)
 
 def test_a_part_is_the_gradients_piece_by_piece_without_an_error_to_keep() -> None:
     update = GradientAverage(Vector(), piece=7)  # type: ignore[arg-type]
-    assert update.offer(1) == (16 + 9 + 4 + 1 + 0 + 1 + 4 + 9 + 16 + 25, 0.0)
+    assert update.offer(1)() == (16 + 9 + 4 + 1 + 0 + 1 + 4 + 9 + 16 + 25, 0.0)
     assert update.pieces() == [range(0, 7), range(7, 10)]
     values, residual = update.values(0.5, range(7, 10))
     assert values.tolist() == [3.0, 4.0, 5.0] and residual is None
@@ -99,7 +99,7 @@ def test_who_brings_nothing_offers_zeros_and_no_step_of_others_is_made_up_for() 
     update = GradientAverage(vector)  # type: ignore[arg-type]
     vector.gradients[3] = torch.inf
     update.offer_nothing()
-    assert vector.gradients.tolist() == [0.0] * 10 and update.offer(1) == (0.0, 0.0)
+    assert vector.gradients.tolist() == [0.0] * 10 and update.offer(1)() == (0.0, 0.0)
     assert update.average() is None
     for call in (lambda: update.prepare_missed(1, AVERAGE), update.rebase):
         with pytest.raises(ValueError, match="cannot be made up for"):

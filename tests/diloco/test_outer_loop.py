@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -185,20 +184,6 @@ def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and
     assert loop.admit(Training()).done and not commands
     assert loop._rounds.phase == Idle() and loop._rounds.due is None
     assert held == [0, 0], "it tells again what it holds, and is given the run's state"
-
-
-def test_the_norms_of_a_part_are_those_of_all_ranks_of_the_peer() -> None:
-    peer = Peer(ElasticSection(inner_steps=3, overlap_steps=0))
-    of_others = list[list[str]]()
-    peer.loop._gather = lambda value: [value, *of_others]
-    for more, squares, feedback in (
-        (None, 9.0, 4.0),
-        (["16.0", "5.0"], 25.0, 9.0),
-        (["inf", "0.0"], math.inf, 9.0),
-    ):
-        of_others += [more] if more else []
-        part = peer.loop._part(Training(), 1)
-        assert (part.squares, part.feedback) == (squares, feedback)
 
 
 @pytest.mark.parametrize(

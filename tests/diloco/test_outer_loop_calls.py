@@ -72,7 +72,7 @@ class Peer:
             self.calls,
             digest="d0",
             prepare="d1",
-            offer=(9.0, 4.0),
+            offer=lambda round: lambda: (9.0, 4.0),
             pieces=[range(2)],
             values=lambda weight, piece: (torch.zeros(len(piece)), None),
             state_entries=("an entry",),
@@ -103,7 +103,7 @@ class Peer:
         calls = [
             call
             for call in self.calls
-            if call[1] not in ("receive", "peek", "batch", "asked_to_stop", "enter")
+            if call[1] not in ("receive", "peek", "batch", "asked_to_stop", "enter", "keep_offer")
         ]
         self.calls.clear()
         return calls
@@ -141,6 +141,11 @@ IN_RING = [
     ("update", "prepare"),
     ("agent", "report_ring_done"),
 ]
+
+
+def ended(call: Any) -> None:
+    """Wait for what a thread does beside the steps."""
+    assert call.is_over(60.0)
 
 
 def without_results(calls: list[Any]) -> list[Any]:
@@ -197,11 +202,22 @@ def test_steps_that_overlap_a_round_are_made_of_the_samples_that_were_kept_and_c
     peer.taken()
     state, _ = peer.loop.average(state, CarryOn(judged_step=2))
     part = offered(2, [range(0, 8)], kept=[range(8, 16)])
-    assert peer.taken() == [("update", "offer", 1), ("agent", "offer_part", part, {"number": START.number})]
+    assert peer.taken() == [("update", "offer", 1)], "it is offered once its norm is known"
     assert peer.loop.share.lease == (range(8, 16),)
+    peer.loop.average_gradients(state)
+    assert peer.calls == [("update", "keep_offer")], "the update waits until the weights are copied"
     peer.come = [REDUCE]
+    ended(peer.loop._offer._measuring)
+    begin = peer.loop._attempts.begin
+
+    def begin_and_end(reduce: Reduce) -> None:
+        begin(reduce)
+        ended(peer.loop._attempts._running)
+
+    peer.loop._attempts.begin = begin_and_end  # type: ignore[method-assign]
     state, _ = peer.loop.average(state.stepped(range(8, 12)), CarryOn(judged_step=3))
-    assert without_results(peer.taken()) == IN_RING
+    calls = without_results(peer.taken())
+    assert calls == [("agent", "offer_part", part, {"number": START.number}), *IN_RING]
     peer.calls.append(("agent", "report_ring_done", {"digest": peer.loop._attempts._prepared[1]}))
     peer.come = [peer.committed()()]
     state, _ = peer.loop.average(state.stepped(range(12, 16)), CarryOn(judged_step=4))

@@ -84,14 +84,58 @@ def test_what_a_gpu_reads_and_writes_is_pinned_and_given_back(monkeypatch: pytes
     cuda = Cuda()
     monkeypatch.setattr(peer_vector, "link_to", lambda device: CopiesOnStreams(device, cuda=cuda))
     vector, _ = vector_of(index=0)
-    base, block = vector.pinned_zeros(), vector.block(3)
-    assert cuda.registered == {base.data_ptr(): 4 * vector.numel, block.data_ptr(): 4 * 3}
-    assert vector.block(2).data_ptr() == block.data_ptr() and len(vector.block(2)) == 2
+    base, offered = vector.pinned_zeros(), vector.pinned_zeros(3)
+    assert cuda.registered == {base.data_ptr(): 4 * vector.numel, offered.data_ptr(): 4 * 3}
     vector.read_masters(base)
     assert base.tolist() == [0.0, 1, 2, 10, 11]
+    strips = list(vector.each_master([range(0, 2), range(2, 3)]))
+    assert sorted(cuda.registered.values())[:2] == [4 * 2, 4 * 2]
+    assert {strip.data_ptr() for strip in strips} < set(cuda.registered)
     del vector
     gc.collect()
     assert cuda.registered == {}
+
+
+def test_the_next_weights_come_while_the_caller_uses_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(peer_vector, "link_to", lambda device: CopiesOnStreams(device, cuda=cuda))
+    vector, _ = vector_of(index=0)
+    found = []
+    for weights in vector.each_master([range(0, 2), range(2, 4), range(4, 5)]):
+        cuda.calls.append("used")
+        found += weights.tolist()
+    assert found == [0.0, 1, 2, 10, 11]
+    # The second range lies in two groups.
+    begun_or_used = [call for call in cuda.calls if "begun" in call or call == "used"]
+    assert begun_or_used == [*(f"down {n} begun" for n in range(3)), "used", "down 3 begun", "used", "used"]
+    assert cuda.calls.index("down 0 awaited") < cuda.calls.index("used") < cuda.calls.index("down 2 awaited")
+    assert list(vector.each_master([])) == []
+
+
+def test_weights_are_copied_beside_the_next_step_and_the_update_waits_for_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(peer_vector, "link_to", lambda device: CopiesOnStreams(device, cuda=cuda))
+    vector, _ = vector_of(index=0)
+    into = vector.pinned_zeros(3)
+    copied = vector.copy_masters(into, (range(1, 2), range(3, 5)))
+    begun = ["down follows computing", "down 0 begun", "down follows computing", "down 1 begun"]
+    assert cuda.calls == begun
+    vector.keep_masters_until_copied()
+    assert cuda.calls[4:] == ["computing follows down"]
+    copied.synchronize()
+    assert cuda.calls[5:] == ["down 0 awaited", "down 1 awaited"] and into.tolist() == [1.0, 10, 11]
+
+
+def test_weights_are_mixed_on_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_vector, "PIECE_NUMEL", 2)
+    vector, weights = vector_of(index=0)
+    vector.mix_masters(torch.tensor([8.0, 8, 8]), (range(0, 1), range(2, 4)), share=0.25)
+    assert weights.master[0].tolist() == [2.0, 1, 3.5, 3, 4, 5]
+    assert weights.master[1].tolist() == [9.5, 11, 12, 13] and weights.followed == ["working"]
+    vector.mix_masters(torch.tensor([7.0]), (range(4, 5),), share=1.0)
+    assert weights.master[1].tolist() == [9.5, 7, 12, 13]
 
 
 @pytest.mark.parametrize(("index", "part"), [(0, [0.0, 1, 2, 10, 11]), (1, [3.0, 4, 5, 12, 13])])

@@ -19,6 +19,7 @@ from bloomery.diloco.all_reduce import WireRings
 from bloomery.diloco.outer import SinglePeer
 from bloomery.diloco.outer_loop_state import PartMade, RoundState, TrainingRound
 from bloomery.diloco.outer_update import peer_digest
+from bloomery.diloco.part_offer import measured
 from bloomery.diloco.peer_vector import (
     PAST_PARTS,
     FragmentHistory,
@@ -93,7 +94,7 @@ def test_the_outer_step_is_nesterovs_by_hand() -> None:
 @pytest.mark.parametrize("mixing", [1.0, 0.25])
 def test_weights_are_mixed_with_the_new_base_by_the_share_of_the_recipe(mixing: float) -> None:
     vector = OneTensor(64)
-    update = PseudoGradient(vector, ElasticSection(inner_steps=5, mixing=mixing))
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, overlap_steps=1, mixing=mixing))
     update.begin()
     vector.weights += 0.5
     update.offer(1)
@@ -124,16 +125,16 @@ TRAINING = TrainingRound(
 
 
 def part_of_round(state: RoundState, training: TrainingRound = TRAINING, **fields: Any):
-    usual = dict(
-        peer="a", tokens_per_sample=5, squares=16.0, feedback=9.0, kept=(range(16, 18),), rewind_to=None
-    )
+    usual = dict(peer="a", tokens_per_sample=5, kept=(range(16, 18),), rewind_to=None)
     return state.part(training, PartMade(**usual | fields))
 
 
-def test_a_part_tells_its_norm_its_tokens_and_what_its_guards_ask() -> None:
+def test_a_part_tells_its_tokens_and_what_its_guards_ask() -> None:
     state = RoundState(averages_gradients=False, skips=(range(90, 95),))
     ready = part_of_round(state)
     assert (ready.peer, ready.round, ready.steps, ready.tokens) == ("a", 2, 3, 60)
+    assert (ready.norm, ready.feedback, ready.finite) == (None, 0.0, False), "it is not measured"
+    ready = measured(ready, squares=16.0, feedback=9.0)
     assert (ready.norm, ready.feedback, ready.finite) == (4.0, 3.0, True)
     assert (ready.spent, ready.kept, ready.skip) == ((range(4, 16),), (range(16, 18),), (range(90, 95),))
     assert (ready.wants_save, ready.rewind_to, ready.why, ready.rung) == (False, None, "", 0)
@@ -146,7 +147,8 @@ def test_a_part_tells_its_norm_its_tokens_and_what_its_guards_ask() -> None:
 
 @pytest.mark.parametrize("fields", [{"squares": math.inf}, {"squares": math.nan}, {"feedback": math.inf}])
 def test_a_part_that_is_not_finite_says_so_and_has_no_norm(fields: dict[str, float]) -> None:
-    ready = part_of_round(RoundState(averages_gradients=False), **fields)
+    ready = part_of_round(RoundState(averages_gradients=False))
+    ready = measured(ready, **{"squares": 16.0, "feedback": 9.0} | fields)
     assert (ready.finite, ready.norm, ready.feedback) == (False, None, 0.0)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from bloomery.checkpoint.format.state import Scope, StateEntry, whole
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Ranges, merged
 from bloomery.diloco.outer_update import Reduced
-from bloomery.diloco.peer_vector import fragments_of
+from bloomery.diloco.peer_vector import fragments_of, put, take
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.diloco.stored_average import StoredAverage
 
@@ -28,12 +30,30 @@ class OneTensor:
     def zeros(self) -> Tensor:
         return torch.zeros(self.numel)
 
-    def pinned_zeros(self) -> Tensor:
-        return self.zeros()
+    def pinned_zeros(self, numel: int | None = None) -> Tensor:
+        return torch.zeros(self.numel if numel is None else numel)
 
-    def block(self, numel: int) -> Tensor:
-        self.shared = getattr(self, "shared", torch.empty(self.numel))
-        return self.shared[:numel]
+    def each_master(self, strips: Sequence[range]) -> Iterator[Tensor]:
+        blocks = torch.empty(2, max(map(len, strips), default=0))
+        for number, strip in enumerate(strips):
+            yield blocks[number % 2, : len(strip)].copy_(self.weights[strip.start : strip.stop])
+
+    def copy_masters(self, into: Tensor, spans: Ranges) -> Any:
+        into[: sum(map(len, spans))] = take(self.weights, spans)
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def keep_masters_until_copied(self) -> None: ...
+
+    def wait_for_device(self) -> None: ...
+
+    def put_masters(self, values: Tensor, within: Ranges | None = None) -> None:
+        self.write_masters(values, within)
+
+    def share_masters(self) -> None: ...
+
+    def mix_masters(self, values: Tensor, spans: Ranges, *, share: float) -> None:
+        mixed = torch.lerp(take(self.weights, spans), values[: sum(map(len, spans))], share)
+        put(self.weights, spans, mixed)
 
     def read_masters(self, into: Tensor, start: int = 0) -> None:
         into.copy_(self.weights[start : start + into.numel()])
@@ -173,8 +193,8 @@ def test_fragments_of_blocks_that_lie_apart_make_the_step_of_the_whole_vector() 
         vector.weights += 0.01 * torch.randn(60, generator=torch.Generator().manual_seed(5))
         squares = 0.0
         for round in range(fragments):
-            squares += update.offer(round)[0]
-            values = torch.cat([update.values(1.0, piece)[0] for piece in update.pieces()])
+            squares += update.offer(round)()[0]
+            values = torch.cat([update.values(1.0, piece)[0].clone() for piece in update.pieces()])
             update.prepare(reduced(values, None))
             update.adopt()
         peers.append((vector.weights, update.base, update.momentum, squares))
@@ -191,9 +211,9 @@ def test_the_error_of_a_fragment_alone_is_sent_told_and_replaced_in_its_round() 
     update.residual += torch.arange(60.0)
     own = torch.tensor([place for span in update._fragments[1] for place in span])
     assert 0 < len(own) < 60
-    _, feedback = update.offer(2)
+    _, feedback = update.offer(2)()
     assert feedback == float(own.double().square().sum())
-    parts = [update.values(0.5, piece) for piece in update.pieces()]
+    parts = [[one.clone() for one in update.values(0.5, piece)] for piece in update.pieces()]
     assert torch.cat([values for values, _ in parts]).tolist() == (own / 0.5).tolist()
     kept = [update.values(0.0, piece)[1] for piece in update.pieces()]
     assert [value for part in kept if part is not None for value in part.tolist()] == own.tolist()
@@ -278,7 +298,7 @@ def test_what_quantising_lost_is_sent_whole_whatever_the_peers_weight_is_then() 
     update.begin()
     lost = torch.linspace(-0.5, 0.5, 64)
     _round_of(update, 1, left_out=lost)
-    _, feedback = update.offer(2)
+    _, feedback = update.offer(2)()
     assert feedback == pytest.approx(float(lost.square().sum()))
     for weight in (1 / 16, 1 / 2):
         values, residual = part_of(update, weight)
@@ -344,7 +364,7 @@ def test_a_late_peer_follows_a_missed_round_and_keeps_its_own_steps(fragments: i
         assert late.digest() == within.digest() and torch.equal(late.base, within.base)
         moved = late._vector.weights - late.base  # type: ignore[attr-defined]  — likewise
         torch.testing.assert_close(moved, own, rtol=0, atol=1e-5)
-    squares, _ = late.offer(1)
+    squares, _ = late.offer(1)()
     elements = 64 // fragments
     assert squares == pytest.approx(float(own[:elements].square().sum() if fragments == 1 else squares))
 

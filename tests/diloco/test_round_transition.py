@@ -39,6 +39,7 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
     WentBack,
 )
+from bloomery.diloco.part_offer import measured
 from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.diloco.round_transition import (
     Action,
@@ -105,7 +106,7 @@ MESSAGES: dict[str, Message] = {
     "checkpoint": CheckpointLoaded(held=HeldState(round=1, digest="one", position=None), rest=Idle()),
     "admitted": Admitted(position=Position(consumed=4)),
     "used": SamplesUsed(steps=1, spent=SAMPLES),
-    "part": PartMade(peer="a", tokens_per_sample=1, squares=4.0, feedback=0.0, kept=(), rewind_to=None),
+    "part": PartMade(peer="a", tokens_per_sample=1, kept=(), rewind_to=None),
     "step refused": StepRefused(),
     "update made": UpdateMade(),
     "accepted": LoadAccepted(),
@@ -294,7 +295,7 @@ def test_a_part_says_what_the_guards_want_and_a_rewind_outweighs_a_save() -> Non
     part = replace(MESSAGES["part"], rewind_to=1)
     saving, _ = transition(state, part)
     going_back, _ = transition(state.asking(rewind).skipping(range(9, 10)), part)
-    assert saving.phase.ready.wants_save and saving.phase.ready.norm == 2.0
+    assert saving.phase.ready.wants_save
     ready = going_back.phase.ready
     assert (ready.wants_save, ready.rewind_to, ready.why) == (False, 1, "a spike")
     assert ready.skip == (range(4, 6), range(9, 10)) and ready.tokens == 4
@@ -351,10 +352,11 @@ def test_with_fragments_a_part_weighs_the_tokens_since_its_fragment_was_averaged
         )
         state, _ = transition(replace(state, phase=Idle()), start)
         state, _ = transition(state, SamplesUsed(steps=steps, spent=samples))
-        part = PartMade(peer="a", tokens_per_sample=8, squares=4.0, feedback=0.0, kept=(), rewind_to=None)
+        part = PartMade(peer="a", tokens_per_sample=8, kept=(), rewind_to=None)
         state, (offered,) = transition(state, part)
         assert isinstance(offered, SendReady)
-        ready = offered.ready
+        ready = measured(offered.ready, squares=4.0, feedback=0.0)
+        state = replace(state, phase=replace(state.phase, ready=ready))
         weights.append((ready.tokens, ready.weight_tokens, ready.steps, ready.spanned_steps, ready.past))
         commit = changed(COMMIT, round=round, position=Position(consumed=position))
         decided = Decided(commit=commit, is_prepared=True, rewind_step=None, step=round, cursor=position)

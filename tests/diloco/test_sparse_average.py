@@ -233,7 +233,7 @@ def test_an_offer_tells_the_error_of_earlier_rounds_as_it_is_sent() -> None:
     make_round(updates, 1)
     residual = updates[0].residual
     assert residual is not None and 0.0 < SECTION.feedback_decay < 1.0
-    _, squares = updates[0].offer(2)
+    _, squares = updates[0].offer(2)()
     assert squares > 0.0
     assert squares == pytest.approx(float((SECTION.feedback_decay * residual).double().square().sum()))
 

@@ -370,7 +370,7 @@ def test_the_first_save_is_asked_for_and_the_last_rewind() -> None:
 
 def test_a_part_asks_for_no_more_ranges_to_skip_than_a_record_may_hold() -> None:
     scattered = tuple(range(3 * number, 3 * number + 1) for number in range(FEW_RANGES_AT_MOST + 9))
-    part = PartMade(peer="a", tokens_per_sample=1, squares=4.0, feedback=0.0, kept=(), rewind_to=None)
+    part = PartMade(peer="a", tokens_per_sample=1, kept=(), rewind_to=None)
     asked = replace(before(TRAINING), skips=scattered).part(TRAINING, part).skip
     assert len(asked) == FEW_RANGES_AT_MOST and without(scattered, asked) == ()
 

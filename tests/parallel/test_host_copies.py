@@ -38,7 +38,7 @@ class Cuda:
         return self._stream(next(self.names))
 
     def Event(self) -> Any:
-        return SimpleNamespace(after=None, synchronize=lambda: None)
+        return SimpleNamespace(query=lambda: True)
 
     def current_stream(self, device: torch.device) -> Any:
         return self._stream(self.current)
@@ -49,7 +49,12 @@ class Cuda:
         def record(event: Any) -> None:
             number = next(count)
             self.calls.append(f"{name} {number} begun")
-            event.synchronize = lambda: self.calls.append(f"{name} {number} awaited")
+
+            def query() -> bool:
+                self.calls.append(f"{name} {number} awaited")
+                return True
+
+            event.query = query
 
         return SimpleNamespace(
             name=name,

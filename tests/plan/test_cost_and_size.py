@@ -45,11 +45,14 @@ def test_a_ramp_up_is_warned_of_with_the_micro_batch_of_the_full_batch() -> None
     assert "start it; 8, 16 accelerators" in warning
 
 
-def test_overlapped_steps_hold_one_pseudo_gradient_more_while_a_round_is_made() -> None:
+def test_overlapped_steps_hold_two_copies_of_a_fragment_more() -> None:
     plain = ElasticSection(peers=2)
     kept, made = outer_memory_bytes(replace(plain, overlap_steps=0), parameters=1000)
-    kept_beside, made_beside = outer_memory_bytes(replace(plain, overlap_steps=1), parameters=1000)
-    assert kept_beside == kept == 8.0 * 1000 and made_beside - made == 4.0 * 1000
+    assert kept == 8.0 * 1000
+    for fragments in (1, 4):
+        beside = replace(plain, overlap_steps=1, fragments=fragments)
+        more = 8.0 * 1000 / fragments
+        assert outer_memory_bytes(beside, parameters=1000) == (kept + more, made + more)
 
 
 def test_a_run_that_saves_at_its_end_makes_one_checkpoint_more() -> None:

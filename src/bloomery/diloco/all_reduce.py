@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
+from bloomery.diloco.background import BackgroundCall
 from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
 from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import BloomeryError, PeerError
@@ -106,7 +106,7 @@ class Attempts:
     ) -> None:
         self._update, self._agent, self._rings = update, agent, rings
         self._gather, self._inbox, self._salt = gather, inbox, salt
-        self._running: _ThreadedRing | _NoRing | None = None
+        self._running: _Attempt | None = None
         self._prepared: tuple[int, str] | None = None
         """(epoch, digest) of the state that follows from the last complete attempt; None if there is none."""
 
@@ -118,32 +118,25 @@ class Attempts:
     def begin(self, reduce: Reduce) -> None:
         """Begin an attempt; `conclude_if_over` or `conclude` ends it."""
         self._prepared = None
-        if len(reduce.attempt.members) == 1:
-            reduced = _reduced(self._update, weight=reduce.attempt.weights[0], members=1)
-            self._running = _NoRing(epoch=reduce.attempt.epoch, reduced=reduced, norm_limit=reduce.norm_limit)
-        else:
-            self._running = _ThreadedRing(self._rings(reduce), reduce, self._update)
+        ring = self._rings(reduce) if len(reduce.attempt.members) > 1 else None
+        self._running = _Attempt(ring, reduce, self._update)
 
     def conclude_if_over(self) -> None:
         """Between two steps: conclude the attempt under way, if it is over on every rank."""
-        is_over = not isinstance(self._running, _ThreadedRing) or self._running.is_over(0.0)
-        if all(self._gather(is_over)):
+        if all(self._gather(self._running is None or self._running.is_over(0.0))):
             self.conclude()
 
     def conclude(self) -> None:
         """Wait for the attempt under way, unless the agent aborts it, and tell the agent the result."""
         running = self._running
         assert running is not None, "no attempt is under way"
-        if isinstance(running, _NoRing):
-            reduced: Reduced | None = running.reduced
-        else:
-            if not self._inbox.while_reducing(running.epoch, running.is_over):
-                running.cancel()
-            reduced = self._result(running)
+        if not self._inbox.while_reducing(running.epoch, running.is_over):
+            running.cancel()
+        result = self._result(running)
         self._running = None
-        if not self._is_plausible(running, reduced):
+        if not self._is_plausible(running, result):
             return
-        rank_digests = self._gather(None if reduced is None else self._update.prepare(reduced))
+        rank_digests = self._gather(None if result is None else result.digest)
         if None in rank_digests:
             return
         self._prepared = running.epoch, peer_digest(rank_digests, salt=self._salt)
@@ -151,12 +144,12 @@ class Attempts:
 
     def cancel(self, epoch: int) -> None:
         """Cancel the all-reduce of this epoch, if it runs; `conclude` ends the attempt."""
-        if isinstance(self._running, _ThreadedRing) and self._running.epoch == epoch:
+        if self._running is not None and self._running.epoch == epoch:
             self._running.cancel()
 
     def drop(self) -> None:
         """Cancel the attempt under way and forget all results, because this peer's state is replaced."""
-        if isinstance(self._running, _ThreadedRing):
+        if self._running is not None:
             self._running.cancel()
         self._running, self._prepared = None, None
 
@@ -177,7 +170,7 @@ class Attempts:
             )
         return command.included
 
-    def _is_plausible(self, running: _ThreadedRing | _NoRing, reduced: Reduced | None) -> bool:
+    def _is_plausible(self, running: _Attempt, result: _Result | None) -> bool:
         """Return whether the average is as small as the members' norms say; if not, tell the agent.
 
         Collective over the peer. It returns True where a rank has no average: that failure is reported
@@ -187,7 +180,7 @@ class Attempts:
         if limit is None:  # on all ranks alike
             return True
         # As text, because JSON has no infinities.
-        squares = self._gather(None if reduced is None else repr(reduced.average.squares))
+        squares = self._gather(None if result is None else repr(result.squares))
         if None in squares:
             return True
         norm = math.sqrt(sum(float(rank_squares) for rank_squares in squares))
@@ -197,25 +190,27 @@ class Attempts:
         self._agent.report_ring_failed(epoch=running.epoch, kind=NORM_FAILURE, culprit=None, why=why)
         return False
 
-    def _result(self, ring: _ThreadedRing) -> Reduced | None:
-        """Return the result of a ring that is over; if it failed, tell the agent why and return None."""
+    def _result(self, attempt: _Attempt) -> _Result | None:
+        """Return the result of an attempt that is over; if it failed, tell the agent why and return None."""
         try:
-            return ring.result()
+            return attempt.result()
         except RingFailed as failed:
             if failed.kind != "cancelled":
                 self._agent.report_ring_failed(
-                    epoch=ring.epoch, kind=failed.kind, culprit=failed.culprit, why=failed.message
+                    epoch=attempt.epoch, kind=failed.kind, culprit=failed.culprit, why=failed.message
                 )
             return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NoRing:
-    """An attempt with this peer as the only member: the result is the peer's own values."""
+class _Result:
+    """What one rank's attempt led to.
 
-    epoch: int
-    reduced: Reduced
-    norm_limit: float | None
+    squares: the sum of the squares of the average's elements. digest: of the rank's state after it.
+    """
+
+    squares: float
+    digest: str
 
 
 def _reduced(
@@ -234,46 +229,40 @@ def _reduced(
     return Reduced(average=average, residual=torch.cat(kept_residuals) if kept_residuals else None)
 
 
-class _ThreadedRing:
-    """An all_reduce that runs on a thread. Nothing may write what the part is made of until it is over."""
+class _Attempt:
+    """An all_reduce, and the preparation of the state after it, on a thread.
 
-    def __init__(self, ring: RingConnections, reduce: Reduce, update: OuterUpdate) -> None:
+    Nothing may write what the part is made of, nor the outer state, until it is over.
+
+    ring: None where this peer is the only member.
+    """
+
+    def __init__(self, ring: RingConnections | None, reduce: Reduce, update: OuterUpdate) -> None:
         self.epoch, self.norm_limit = reduce.attempt.epoch, reduce.norm_limit
         self._ring, self._update = ring, update
         self._members = len(reduce.attempt.members)
         self._weight = reduce.attempt.weights[reduce.index]
-        self._reduced: Reduced | None = None
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"ring {self.epoch}", daemon=True)
-        self._thread.start()
-
-    def is_over(self, timeout_s: float) -> bool:
-        """Wait for the ring, at most `timeout_s`; return whether it has completed or failed."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._is_cancelled = False
+        self._call = BackgroundCall(self._run, name=f"ring {self.epoch}")
+        self.is_over, self.result = self._call.is_over, self._call.result
 
     def cancel(self) -> None:
         """Cancel the ring and wait until its buffers are free. Raises RingFailed if that takes too long."""
-        self._ring.cancel()
+        self._is_cancelled = True
+        if self._ring is not None:
+            self._ring.cancel()
         if not self.is_over(_CANCEL_S):
             raise RingFailed("The ring was cancelled and has not ended.", kind="stuck")
 
-    def result(self) -> Reduced:
-        """Return the result. Raises RingFailed, or any other error of the thread."""
-        if self._failure is not None:
-            raise self._failure
-        assert self._reduced is not None, "the thread has ended without a failure"
-        return self._reduced
-
-    def _run(self) -> None:
+    def _run(self) -> _Result:
         try:
-            self._reduced = _reduced(
-                self._update, weight=self._weight, members=self._members, ring=self._ring
-            )
-        except BaseException as failure:  # noqa: BLE001  — the thread's edge: raised again in `result`
-            self._failure = failure
+            reduced = _reduced(self._update, weight=self._weight, members=self._members, ring=self._ring)
         finally:
-            self._ring.close()
+            if self._ring is not None:
+                self._ring.close()
+        if self._is_cancelled:
+            raise RingFailed("The ring was cancelled.", kind="cancelled")
+        return _Result(squares=reduced.average.squares, digest=self._update.prepare(reduced))
 
 
 class WireRings:

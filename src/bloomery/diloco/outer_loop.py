@@ -43,6 +43,7 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
 )
 from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, peer_digest
+from bloomery.diloco.part_offer import PartOffer
 from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.diloco.round_transition import (
     Action,
@@ -105,6 +106,7 @@ class OuterLoop:
         self._attempts = Attempts(
             update, agent=agent, rings=rings, gather=gather, inbox=self._inbox, salt=salt
         )
+        self._offer = PartOffer(update, agent, gather)
         self._missed = MissedRounds(update, self._attempts, gather=gather, digest_of=self._digest_of)
         self._trainer = trainer
         self._copies = StateCopies(update, trainer, agent)
@@ -134,10 +136,8 @@ class OuterLoop:
         return state
 
     def average_gradients(self, state: State) -> None:
-        """Average the step's gradients with the other peers, if gradients are what a round averages.
-
-        Collective over the peer; called between backward and update.
-        """
+        """Average the step's gradients with the other peers, if rounds do that. Collective over the peer."""
+        self._update.keep_offer()
         if not self._rounds.averages_gradients:
             return
         for command in self._inbox.between_steps():
@@ -245,8 +245,8 @@ class OuterLoop:
             case Do.SEND_IDENTITY:
                 if self._identity:
                     self._agent.report_data_identity(self._identity)
-            case SendReady(ready=ready, number=number):
-                self._agent.offer_part(ready, number=number)
+            case SendReady(number=number):
+                self._offer.send(self._rounds, number=number)
             case SendRefused(why=why):
                 self._agent.refuse_state(why)
             case _:
@@ -293,6 +293,7 @@ class OuterLoop:
             state = self._handle(state, self._part(state, self._rounds.phase.start.round))
             if not self._is_over(state):
                 return state
+        self._rounds = self._offer.sent_if_measured(self._rounds, waits=True)
         self._agent.report_activity("ring", step=state.step)
         while isinstance(self._rounds.phase, AwaitingCommit) and not state.done:
             if self._attempts.is_under_way:
@@ -305,14 +306,11 @@ class OuterLoop:
 
     def _part(self, state: State, round: int) -> PartMade:
         """Fix this peer's part of the round."""
-        # As text, because JSON has no infinities.
-        squares = self._gather([repr(rank_squares) for rank_squares in self._update.offer(round)])
+        self._offer.fix(round)
         wants, kept = self._rounds.wants, self._section.overlap_steps * self._trainer.batch(state)
         return PartMade(
             peer=self._peer,
             tokens_per_sample=self._tokens_per_sample,
-            squares=sum(float(part) for part, _ in squares),
-            feedback=sum(float(feedback) for _, feedback in squares),
             kept=first(self._rounds.unused(state.position), kept),
             rewind_to=self._trainer.round_for(wants) if isinstance(wants, Rewind) else None,
         )
@@ -327,6 +325,7 @@ class OuterLoop:
 
     def _go_on_in_round(self, state: State) -> State:
         """Carry out the commands that came during the step; conclude the round if no step is left."""
+        self._rounds = self._offer.sent_if_measured(self._rounds, waits=False)
         for command in self._inbox.between_steps():
             state = self._obey(state, command, can_rewind=True)
         if self._attempts.is_under_way:

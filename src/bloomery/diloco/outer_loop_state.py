@@ -26,7 +26,6 @@ From both, Decided leads to Idle where this peer's part is not in the commit, an
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 from bloomery.data.position import Position, Ranges, fewer, merged, total, without
@@ -239,11 +238,10 @@ class RoundState:
         return replace(self, skips=merged((*self.skips, samples)))
 
     def part(self, training: TrainingRound, part: PartMade) -> Ready:
-        """Return this peer's part of the round, with what its guards ask of all peers."""
+        """Return this peer's part of the round, which is not measured, with what its guards ask of all."""
         wants, skips = self.wants, self.skips
         if isinstance(wants, Rewind):
             skips = merged((*skips, wants.skip))
-        is_finite = math.isfinite(part.squares) and math.isfinite(part.feedback)
         before, used = self.fragment_of(training.start.round), total(training.spent)
         has_earlier = bool(used and before.samples)
         return Ready(
@@ -256,9 +254,9 @@ class RoundState:
             past=before.parts,
             spent=training.spent,
             kept=part.kept,
-            norm=math.sqrt(part.squares) if is_finite else None,
-            feedback=math.sqrt(part.feedback) if is_finite else 0.0,
-            finite=is_finite,
+            norm=None,
+            feedback=0.0,
+            finite=False,
             wants_save=isinstance(wants, Save),
             rewind_to=part.rewind_to,
             skip=fewer(skips, FEW_RANGES_AT_MOST),
@@ -327,20 +325,16 @@ class SamplesUsed:
 
 @dataclass(frozen=True, kw_only=True)
 class PartMade:
-    """The part of this peer in the round is fixed, and may be offered.
+    """The part of this peer in the round is fixed. It is offered once it is measured.
 
     peer: the name of this peer.
     tokens_per_sample: the weight of a sample.
-    squares: the sum of the squares of the part's elements.
-    feedback: the sum of the squares of the quantisation errors that are added to it.
     kept: the samples that this peer uses while the round is decided.
     rewind_to: the round to which this peer's guards want to go back; None: none.
     """
 
     peer: str
     tokens_per_sample: int
-    squares: float
-    feedback: float
     kept: Ranges
     rewind_to: int | None
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,11 @@ class Reduced:
 
     average: StoredAverage
     residual: Tensor | None
+
+
+Measure = Callable[[], tuple[float, float]]
+"""Returns the sum of a part's squares, not finite where an element is not, and that of the quantisation
+errors that are sent with it, in the unit of the average. Any thread may call it, before `values`."""
 
 
 class OuterUpdate(Protocol):
@@ -76,12 +82,14 @@ class OuterUpdate(Protocol):
     def offer_nothing(self) -> None:
         """Make the next part finite without a step. Its values do not matter, because it has weight 0."""
 
-    def offer(self, round: int) -> tuple[float, float]:
-        """Fix this round's part.
+    def offer(self, round: int) -> Measure:
+        """Fix this round's part, and return what measures it.
 
-        Returns the sum of its squares, not finite where an element is not, and that of the quantisation
-        errors that are sent with it, in the unit of the average.
+        With overlapped steps the part is copied while the device goes on.
         """
+
+    def keep_offer(self) -> None:
+        """Have the device change the weights only after the part is copied. Called before each update."""
 
     def pieces(self) -> Sequence[range]:
         """Return the ranges of elements in which the part is reduced, equal on all peers.
@@ -92,14 +100,17 @@ class OuterUpdate(Protocol):
     def values(self, weight: float, piece: range) -> tuple[Tensor, Tensor | None]:
         """Return a copy of a piece of the part for one attempt, and a vector for its quantisation error.
 
-        The ring adds that error to the vector. The thread of the ring calls this, while nothing else writes
-        weights or gradients that the part is made of.
+        The next call takes the memory of that copy. The ring adds its error to the vector. The thread of the
+        ring calls this, while nothing else writes weights or gradients that the part is made of.
 
         weight: this peer's weight in the attempt. None in place of the vector: the error is not kept.
         """
 
     def prepare(self, reduced: Reduced) -> str:
-        """Compute the state that follows from an average, beside the present one, and return its digest."""
+        """Compute the state that follows from an average, beside the present one, and return its digest.
+
+        The thread of the ring calls this too.
+        """
 
     def average(self) -> StoredAverage | None:
         """Return the average that `prepare` used, before `adopt`; None if a peer cannot use it later."""
@@ -141,6 +152,10 @@ PIECE = 1 << 27
 """Elements that a ring reduces at a time: half a gibibyte as fp32, for which a link takes seconds."""
 
 
+_SQUARED = 1 << 18
+"""Elements that are squared at a time: torch writes them out as fp64, into memory that stays in the cache."""
+
+
 def pieces_of(numel: int, piece: int) -> list[range]:
     """Return ranges of at most `piece` elements that cover `numel` elements; one empty range for 0."""
     return [range(start, min(start + piece, numel)) for start in range(0, max(1, numel), piece)]
@@ -148,7 +163,8 @@ def pieces_of(numel: int, piece: int) -> list[range]:
 
 def squared_norm(values: Tensor) -> float:
     """Return the squared L2 norm of a vector, in float64; not finite where an element is not."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+    parts = values.reshape(-1).split(_SQUARED)
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64).square()) for part in parts)
 
 
 def rank_digest(tensors: Iterable[Tensor]) -> str:
@@ -166,7 +182,9 @@ def peer_digest(rank_digests: Sequence[str], *, salt: str) -> str:
 
 BLOCK_BYTES = 1 << 20
 _THREADS = 8
-"""The most threads that hash: they are faster than what makes the pieces, and each holds 64 blocks."""
+"""The most threads that hash: they are faster than what makes the arrays."""
+_BLOCKS_AT_A_TIME = 4
+"""Blocks that a thread hashes for one request."""
 
 
 def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
@@ -184,43 +202,78 @@ def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
 def digest_of_pieces(pieces: Iterable[npt.NDArray[Any]], *, nbytes: int, threads: int | None = None) -> str:
     """Return the `digest` of arrays that are made one after the other, without holding them together.
 
-    nbytes: of all of them. threads: see `digest`; 64 mebibytes for each thread are held at a time.
+    The memory of a piece may be taken again for the next but one, because a piece is hashed while the next
+    one is made.
+
+    nbytes: of all of them. threads: see `digest`.
     """
-    total_hash = hashlib.blake2b(digest_size=32)
-    workers = min(_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-    blocks = _blocks(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in pieces)
-    if workers < 2 or nbytes < 4 * BLOCK_BYTES:
-        for block in blocks:
-            total_hash.update(_hash(block))
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            while batch := list(islice(blocks, 64 * workers)):
-                for hashed in pool.map(_hash, batch, chunksize=8):
-                    total_hash.update(hashed)
-    total_hash.update(nbytes.to_bytes(8, "little"))
-    return total_hash.hexdigest()
+    with _StreamDigest(nbytes=nbytes, threads=threads) as stream:
+        for array in pieces:
+            stream.add(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return stream.end()
 
 
-def _blocks(arrays: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield blocks of BLOCK_BYTES, the last one shorter, each as pieces of one or more arrays."""
-    block: list[memoryview] = []
-    missing = BLOCK_BYTES
-    for array in arrays:
-        offset = 0
-        while offset < len(array):
-            piece = array[offset : offset + missing]
-            block.append(piece)
-            offset += len(piece)
-            missing -= len(piece)
-            if not missing:
-                yield block
-                block, missing = [], BLOCK_BYTES
-    if block:
-        yield block
+class _StreamDigest:
+    """Hashes blocks in threads while the bytes that follow are made."""
+
+    def __init__(self, *, nbytes: int, threads: int | None) -> None:
+        workers = min(_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
+        is_threaded = workers > 1 and nbytes >= 4 * BLOCK_BYTES
+        self._pool = ThreadPoolExecutor(workers) if is_threaded else None
+        self._nbytes, self._hash = nbytes, hashlib.blake2b(digest_size=32)
+        self._begun = deque[list[Future[bytes]]]()
+        self._partial = bytearray()
+        """The bytes of the block that is not full, copied."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, array: memoryview) -> None:
+        """Begin to hash the next bytes. They may change once the next call has returned."""
+        begun: list[Future[bytes]] = []
+        missing = BLOCK_BYTES - len(self._partial) if self._partial else 0
+        self._partial += array[:missing]
+        if len(self._partial) == BLOCK_BYTES:
+            self._hash_all([memoryview(bytes(self._partial))], begun)
+            self._partial.clear()
+        stop = len(array) if self._partial else missing + (len(array) - missing) // BLOCK_BYTES * BLOCK_BYTES
+        blocks = [array[at : at + BLOCK_BYTES] for at in range(missing, stop, BLOCK_BYTES)]
+        for first in range(0, len(blocks), _BLOCKS_AT_A_TIME):
+            self._hash_all(blocks[first : first + _BLOCKS_AT_A_TIME], begun)
+        self._partial += array[stop:]
+        self._begun.append(begun)
+        while len(self._begun) > 1:
+            self._take()
+
+    def end(self) -> str:
+        """Return the digest of all bytes."""
+        while self._begun:
+            self._take()
+        if self._partial:
+            self._hash.update(_hash(memoryview(self._partial)))
+        self._hash.update(self._nbytes.to_bytes(8, "little"))
+        return self._hash.hexdigest()
+
+    def _hash_all(self, blocks: list[memoryview], begun: list[Future[bytes]]) -> None:
+        if self._pool is not None:
+            begun.append(self._pool.submit(_hash_each, blocks))
+        else:
+            self._hash.update(_hash_each(blocks))
+
+    def _take(self) -> None:
+        for hashed in self._begun.popleft():
+            self._hash.update(hashed.result())
 
 
-def _hash(block: list[memoryview]) -> bytes:
-    hasher = xxhash.xxh3_128()
-    for piece in block:
-        hasher.update(piece)
-    return hasher.digest()
+def _hash_each(blocks: list[memoryview]) -> bytes:
+    return b"".join(map(_hash, blocks))
+
+
+def _hash(block: memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(block)

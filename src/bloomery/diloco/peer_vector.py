@@ -11,7 +11,7 @@ Streaming DiLoCo averages one fragment of the model a round, so a part spans the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.data.position import Ranges, merged, total
 from bloomery.optim.groups import GroupLayout
-from bloomery.parallel.host_copies import link_to
+from bloomery.parallel.device_wait import wait_for_device
+from bloomery.parallel.host_copies import PIECE_NUMEL, Arrival, link_to
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
 from bloomery.protocol.records import Ready
@@ -47,6 +48,16 @@ class _Own:
         return replace(self.layout, held=range(first + self.start, first + self.stop))
 
 
+@dataclass(frozen=True)
+class _Arrivals:
+    each: Sequence[Arrival]
+
+    def synchronize(self) -> None:
+        """See Arrival."""
+        for arrival in self.each:
+            arrival.synchronize()
+
+
 class PeerVector:
     """One rank's part of its peer's master weights and reduced gradients: fp32 vectors in the CPU's memory.
 
@@ -56,7 +67,7 @@ class PeerVector:
     def __init__(self, weights: MasterWeights, mesh: Mesh) -> None:
         self._weights, self._mesh = weights, mesh
         self._link = link_to(mesh.device)
-        self._block = torch.empty(0)
+        self._blocks = (torch.empty(0), torch.empty(0))
         self._own: list[_Own] = []
         offset = 0
         for layout in weights.layouts:
@@ -69,19 +80,53 @@ class PeerVector:
         """Return a new zero vector for this rank's part."""
         return torch.zeros(self.numel)
 
-    def pinned_zeros(self) -> Tensor:
-        """Return a new zero vector, which a GPU copies by itself. It is given back with this object."""
-        return self._pinned(self.numel)
+    def pinned_zeros(self, numel: int | None = None) -> Tensor:
+        """Return new zeros, which a GPU copies by itself. They are given back with this object.
 
-    def block(self, numel: int) -> Tensor:
-        """Return memory into which a GPU copies by itself, [numel]; the next call returns the same."""
-        if self._block.numel() < numel:
-            self._block = self._pinned(numel)
-        return self._block[:numel]
+        numel: how many; None: for this rank's part.
+        """
+        memory = self._link.zeros(self.numel if numel is None else numel)
+        weakref.finalize(self, self._link.release, (memory,)).atexit = False
+        return memory
 
     def read_masters(self, into: Tensor, start: int = 0) -> None:
         """Copy this rank's part of the master weights, from element `start` on, until `into` is full."""
         self._read(self._weights.master, into, start)
+
+    def each_master(self, strips: Sequence[range]) -> Iterator[Tensor]:
+        """Yield the master weights in each of these ranges, in memory that the caller may change.
+
+        While the caller uses one range, a GPU copies the next; the memory of a range is taken again when the
+        caller asks for the next but one.
+        """
+        longest = max(map(len, strips), default=0)
+        if self._blocks[0].numel() < longest:
+            self._blocks = (self.pinned_zeros(longest), self.pinned_zeros(longest))
+        coming: list[tuple[Tensor, Arrival]] = []
+        for number, strip in enumerate(strips):
+            into = self._blocks[number % 2][: len(strip)]
+            coming.append((into, self._begin_read(self._weights.master, into, strip.start)))
+            if number:
+                yield _arrived(*coming.pop(0))
+        for into, arrival in coming:
+            yield _arrived(into, arrival)
+
+    def copy_masters(self, into: Tensor, spans: Ranges) -> Arrival:
+        """Begin to copy the master weights in some ranges, one after the other, to pinned memory.
+
+        The device goes on meanwhile. Before it changes the weights, `keep_masters_until_copied` is called.
+        """
+        place, arrivals = 0, []
+        for span in spans:
+            arrivals.append(
+                self._begin_read(self._weights.master, into[place : place + len(span)], span.start)
+            )
+            place += len(span)
+        return _Arrivals(arrivals)
+
+    def keep_masters_until_copied(self) -> None:
+        """Have the device change the weights only after the copies that `copy_masters` began."""
+        self._link.follow_down()
 
     def read_gradients(self, into: Tensor, start: int = 0) -> None:
         """Copy this rank's part of the reduced gradients, from element `start` on, until `into` is full."""
@@ -96,14 +141,57 @@ class PeerVector:
         values: a vector of this rank's part.
         within: the elements of that vector that are written; None: all of them.
         """
-        self._write(self._weights.master, values, within)
+        self.wait_for_device()  # memory that is not pinned is copied in a call that waits without a deadline
+        self.put_masters(values, within)
+        self.share_masters()
+
+    @torch.no_grad()
+    def put_masters(self, values: Tensor, within: Ranges | None = None) -> None:
+        """Begin to write pinned values to this rank's own elements; `share_masters` must follow."""
+        self._put(self._weights.master, values, within)
+
+    @torch.no_grad()
+    def share_masters(self) -> None:
+        """Give what `put_masters` wrote to all ranks that hold it, and wait. Collective over the peer."""
+        self._share(self._weights.master)
         self._weights.copy_masters_to_working()
+        self.wait_for_device()
+
+    @torch.no_grad()
+    def mix_masters(self, values: Tensor, spans: Ranges, *, share: float) -> None:
+        """Move the master weights in some ranges towards other values. Collective over the peer.
+
+        The device does it before what it computes next, and the host does not wait for it: `values` must not
+        change before `wait_for_device` has returned.
+
+        values: of these ranges, one after the other, in pinned memory.
+        share: 1: the weights become the values; 0: they stay.
+        """
+        place = 0
+        for span in spans:
+            self._put(
+                self._weights.master,
+                values[place : place + len(span)],
+                (span,),
+                begin=span.start,
+                share=share,
+            )
+            place += len(span)
+        self._share(self._weights.master)
+        self._weights.copy_masters_to_working()
+
+    def wait_for_device(self) -> None:
+        """Wait until the device has made what it was told. Raises RankLost if that takes too long."""
+        wait_for_device(self._mesh.device)
 
     @torch.no_grad()
     def write_gradients(self, values: Tensor) -> None:
         """Write each rank's part to the gradients of all ranks that hold it. Collective over the peer."""
-        self._write(self._weights.reduced_gradient, values, None)
+        self.wait_for_device()
+        self._put(self._weights.reduced_gradient, values, None)
+        self._share(self._weights.reduced_gradient)
         self._weights.copy_reduced_gradient()
+        self.wait_for_device()
 
     def spoil_gradients(self) -> None:
         """Make all gradients of this rank NaN, so that the optimizer refuses the update."""
@@ -131,29 +219,42 @@ class PeerVector:
             for place in own.narrowed.held_logical()
         ]
 
-    def _pinned(self, numel: int) -> Tensor:
-        memory = self._link.zeros(numel)
-        weakref.finalize(self, self._link.release, (memory,)).atexit = False
-        return memory
+    def _read(self, buffers: Sequence[Tensor], into: Tensor, first: int) -> None:
+        self.wait_for_device()
+        self._begin_read(buffers, into, first).synchronize()
 
     @torch.no_grad()
-    def _read(self, buffers: Sequence[Tensor], into: Tensor, first: int) -> None:
+    def _begin_read(self, buffers: Sequence[Tensor], into: Tensor, first: int) -> Arrival:
+        arrivals = []
         for own, buffer in zip(self._own, buffers, strict=True):
             start = max(first, own.offset)
             stop = min(first + into.numel(), own.offset + own.numel)
             if start < stop:
                 at = own.start - own.offset
-                into[start - first : stop - first].copy_(buffer[at + start : at + stop])
+                source = buffer[at + start : at + stop]
+                arrivals.append(self._link.down(into[start - first : stop - first], source))
+        return _Arrivals(arrivals)
 
-    def _write(self, buffers: Sequence[Tensor], values: Tensor, within: Ranges | None) -> None:
-        mesh = self._mesh
+    def _put(
+        self,
+        buffers: Sequence[Tensor],
+        values: Tensor,
+        within: Ranges | None,
+        *,
+        begin: int = 0,
+        share: float = 1.0,
+    ) -> None:
+        """Begin to move this rank's own elements to `values`, whose first one is element `begin`."""
         for own, buffer in zip(self._own, buffers, strict=True):
-            for piece in (range(values.numel()),) if within is None else within:
+            for piece in (range(begin, begin + values.numel()),) if within is None else within:
                 start, stop = max(piece.start, own.offset), min(piece.stop, own.offset + own.numel)
                 if start < stop:
                     at = own.start - own.offset
-                    buffer[at + start : at + stop].copy_(values[start:stop])
-            self._broadcast(own, buffer, mesh)
+                    _move(buffer[at + start : at + stop], values[start - begin : stop - begin], share)
+
+    def _share(self, buffers: Sequence[Tensor]) -> None:
+        for own, buffer in zip(self._own, buffers, strict=True):
+            self._broadcast(own, buffer, self._mesh)
 
     def _broadcast(self, own: _Own, buffer: Tensor, mesh: Mesh) -> None:
         """Give all ranks that hold the same elements the values of the rank in whose part they are."""
@@ -172,6 +273,20 @@ class PeerVector:
         if own.layout.share in ("echoed", "echo"):
             mesh.embedding.all_reduce(whole)
         buffer.copy_(whole[:held_numel])
+
+
+def _arrived(into: Tensor, arrival: Arrival) -> Tensor:
+    arrival.synchronize()
+    return into
+
+
+def _move(weights: Tensor, values: Tensor, share: float) -> None:
+    """Begin to move weights on the device towards values in the CPU's memory, a piece at a time."""
+    if share == 1.0:
+        weights.copy_(values, non_blocking=True)
+        return
+    for mine, theirs in zip(weights.split(PIECE_NUMEL), values.split(PIECE_NUMEL), strict=True):
+        mine.lerp_(theirs.to(weights.device, non_blocking=True), share)
 
 
 def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:

@@ -7,7 +7,10 @@ import itertools
 import os
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +22,11 @@ from bloomery.transport.gradient_codec import Bytes, Codec, Float32, decode, enc
 
 BLOCK = 1 << 22
 """Elements that are decoded at a time, a multiple of what a scale of any codec covers."""
+
+_SQUARED = 1 << 16
+"""Elements that are squared at a time: as fp64 they stay in a core's cache."""
+_THREADS = 8
+"""The most threads that encode blocks; each holds a block's values beside them."""
 
 _MAGIC = b"bloomery average\n"
 _HEADER = struct.Struct("<8sIQ")
@@ -99,11 +107,17 @@ class StoredAverage:
         count, members = values.size, self._members
         share, rest = divmod(count, members)
         bounds = [share * segment + rest * segment // members for segment in range(members + 1)]
-        for begin, end in itertools.pairwise(bounds):
-            for start in range(begin, end, BLOCK):
-                block = values[start : min(start + BLOCK, end)]
-                self.squares += float(np.dot(block.astype(np.float64), block))
-                self._add(_Block.of(block, self._codec))
+        parts = [
+            values[start : min(start + BLOCK, end)]
+            for begin, end in itertools.pairwise(bounds)
+            for start in range(begin, end, BLOCK)
+        ]
+        workers = min(_THREADS, len(os.sched_getaffinity(0)), len(parts))
+        with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+            each = pool.map if pool is not None else map
+            for block, squares in each(partial(_kept, codec=self._codec), parts):
+                self.squares += squares
+                self._add(block)
 
     def _add(self, block: _Block) -> None:
         self._starts.append(self.numel)
@@ -131,6 +145,15 @@ class StoredAverage:
         return np.concatenate([np.empty(0, np.float32), *self.blocks()])
 
 
+def _kept(values: Float32, *, codec: str) -> tuple[_Block, float]:
+    """Return values as they are kept, and the sum of their squares in fp64."""
+    squares = 0.0
+    for start in range(0, values.size, _SQUARED):
+        doubles = values[start : start + _SQUARED].astype(np.float64)
+        squares += float(np.dot(doubles, doubles))
+    return _Block.of(values, codec), squares
+
+
 @dataclass(frozen=True)
 class _Block:
     """Values that were encoded together.
@@ -153,8 +176,8 @@ class _Block:
                 return cls(SPARSE, values.size, code)
         elif codec != Codec.FP32:
             try:
-                block = cls(codec, values.size, encode(values, codec))
-                if np.array_equal(block.values().view(np.uint32), values.view(np.uint32)):
+                block = cls(codec, values.size, encode(values, codec, threads=1))
+                if np.array_equal(block.values(threads=1).view(np.uint32), values.view(np.uint32)):
                     return block
             except ValueError:  # not finite: it is judged by what is made of it
                 pass
@@ -190,13 +213,16 @@ class _Block:
     def nbytes(self) -> int:
         return self.data.size
 
-    def values(self) -> Float32:
-        """Return all values. Raises ValueError where a code from another peer gives none."""
+    def values(self, *, threads: int | None = None) -> Float32:
+        """Return all values. Raises ValueError where a code from another peer gives none.
+
+        threads: see `decode`.
+        """
         if self.codec == Codec.FP32:
             return self.data.view(np.float32)
         if self.codec != SPARSE:
             values = np.empty(self.count, np.float32)
-            decode(self.data, self.codec, values)
+            decode(self.data, self.codec, values, threads=threads)
             return values
         values = np.zeros(self.count, np.float32)
         values[self._places()] = self.data[self.nbytes // 2 :].view(np.float32)

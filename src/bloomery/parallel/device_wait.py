@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,14 @@ _RECORD_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """The variables that say where NCCL's watchdog writes what its flight recorder holds, new name and old."""
 
 
+class DeviceEvent(Protocol):
+    """A place in a stream of a device. torch's events have this method."""
+
+    def query(self) -> bool:
+        """Return whether the device has done all that was queued before it."""
+        ...
+
+
 def wait_for_device(device: torch.device, *, within_s: float = COLLECTIVE_TIMEOUT_S) -> None:
     """Return once the device has done what was queued on the current stream; at once on a CPU.
 
@@ -32,6 +41,14 @@ def wait_for_device(device: torch.device, *, within_s: float = COLLECTIVE_TIMEOU
         return
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
+    wait_for_event(event, within_s=within_s)
+
+
+def wait_for_event(event: DeviceEvent, *, within_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    """Return once the device has done what was queued before an event, on whichever stream.
+
+    Raises RankLost after `within_s` seconds.
+    """
     if not wait_until(event.query, within_s=within_s):
         _write_flight_record()
         raise RankLost(

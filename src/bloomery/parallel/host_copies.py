@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from bloomery.parallel.device_wait import DeviceEvent, wait_for_event
 
 PIECE_NUMEL = 2**24
 """The elements of a group that are copied and updated at a time: 64 MiB of fp32, a millisecond of PCIe."""
@@ -25,7 +28,7 @@ class Arrival(Protocol):
     """A copy under way."""
 
     def synchronize(self) -> None:
-        """Wait until it is made. torch's events have this method."""
+        """Wait until it is made. Raises RankLost where the device waits for another rank for too long."""
         ...
 
 
@@ -52,6 +55,10 @@ class HostLink(Protocol):
         """Have the device compute what it is told from now on after all copies up."""
         ...
 
+    def follow_down(self) -> None:
+        """Have the device compute what it is told from now on after all copies down."""
+        ...
+
     def up_in_order(self, into: Tensor, source: Tensor) -> None:
         """Copy to the device and round there between what it was told before and what comes next."""
         ...
@@ -60,6 +67,15 @@ class HostLink(Protocol):
 class _Made:
     def synchronize(self) -> None:
         """Return at once."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    event: DeviceEvent
+
+    def synchronize(self) -> None:
+        """See Arrival. The host asks the event, since a call that waits for it would have no deadline."""
+        wait_for_event(self.event)
 
 
 class CopiesAtOnce:
@@ -83,6 +99,9 @@ class CopiesAtOnce:
         return _Made()
 
     def follow(self) -> None:
+        """See HostLink."""
+
+    def follow_down(self) -> None:
         """See HostLink."""
 
     def up_in_order(self, into: Tensor, source: Tensor) -> None:
@@ -140,14 +159,18 @@ class CopiesOnStreams:
         """See HostLink."""
         self._cuda.current_stream(self._device).wait_stream(self._up)
 
+    def follow_down(self) -> None:
+        """See HostLink."""
+        self._cuda.current_stream(self._device).wait_stream(self._down)
+
     def up_in_order(self, into: Tensor, source: Tensor) -> None:
         """See HostLink. torch would round on the CPU, into memory that is not pinned, and wait."""
         into.copy_(source.to(self._device, non_blocking=True))
 
     def _event(self, stream: Any) -> Arrival:
-        event: Arrival = self._cuda.Event()
+        event = self._cuda.Event()
         stream.record_event(event)
-        return event
+        return _UnderWay(event)
 
 
 def link_to(device: torch.device) -> HostLink:

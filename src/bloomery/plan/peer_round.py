@@ -115,8 +115,8 @@ def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[flo
     """Return the host bytes of a peer's outer optimizer between rounds, and while a round is made.
 
     Base and momentum are fp32; the average is kept in the bytes of the codec, or as places and values. int4
-    and sparse keep a residual and make the next one; overlapped steps need the pseudo-gradient. With averaged
-    gradients nothing is kept.
+    and sparse keep a residual and make the next one. Overlapped steps need two copies of a fragment: its
+    weights that are offered, and its next base. With averaged gradients nothing is kept.
     """
     kept_bytes = 0.0 if elastic.average == "gradients" else 8.0
     is_sparse = elastic.codec == SPARSE
@@ -124,7 +124,7 @@ def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[flo
     if kept_bytes and elastic.codec in ("int4", SPARSE):
         kept_bytes, made = kept_bytes + 4.0, made + 4.0
     if kept_bytes and elastic.overlap_steps:
-        made += 4.0
+        kept_bytes += 8.0 / elastic.fragments
     return kept_bytes * parameters, (kept_bytes + made) * parameters + 4.0 * min(parameters, RING_PIECE)
 
 

@@ -18,11 +18,12 @@ from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.config.recipe import Recipe
 from bloomery.diloco.agent_client import AgentClient, connect_agent
 from bloomery.diloco.all_reduce import RingMaker, WireRings
+from bloomery.diloco.gradient_average import GradientAverage
 from bloomery.diloco.outer import Outer, SinglePeer, TrainerHooks
 from bloomery.diloco.outer_loop import OuterLoop
 from bloomery.diloco.outer_update import OuterUpdate
 from bloomery.diloco.peer_vector import PeerVector
-from bloomery.diloco.pseudo_gradient import GradientAverage, PseudoGradient
+from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.errors import CheckpointError, TrainingFailed
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
