@@ -10,11 +10,12 @@ for no installation gives them.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -47,6 +48,20 @@ def environment_as_before() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", NEEDS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Collect tests without collecting garbage, which would walk all modules and tests again and again.
+
+    These stay until the end, so later walks leave them out.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,6 +15,9 @@ PRELOADED = (
     "bloomery.parallel.optimizers",
     "bloomery.train.loop",
     "bloomery.train.step",
+    # torch loads these in the first backward of a pipeline's stage: a second of processor time for each rank.
+    "torch.distributed.pipelining._backward",
+    "torch.fx.experimental.symbolic_shapes",
 )
 
 

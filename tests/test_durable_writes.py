@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -161,10 +160,9 @@ def _sources() -> dict[str, ast.Module]:
     }
 
 
-def _all() -> Iterator[tuple[str, str, int]]:
-    for name, tree in _sources().items():
-        for function, line in _found(tree):
-            yield name, function, line
+@cache
+def _all() -> list[tuple[str, str, int]]:
+    return [(name, function, line) for name, tree in _sources().items() for function, line in _found(tree)]
 
 
 def test_every_file_is_written_durably_or_says_why_not():

@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ MOST_NAMES, LONGEST = 30, 400
 WALKS = {"Walk 1": 20, "Walk 2": 25, "Walk 3": 25}
 
 
+@cache
 def modules() -> list[str]:
     """Dotted names below bloomery; a package's own `__init__` is the package's name."""
     names = []
@@ -30,9 +32,15 @@ def contracts() -> list[dict]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
+@cache
 def floors() -> list[str]:
     (layers,) = (contract["layers"] for contract in contracts() if contract["type"] == "layers")
     return [name.strip().removeprefix("bloomery.") for layer in layers for name in re.split(r"[:|]", layer)]
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
 
 
 def below(module: str, package: str) -> bool:
@@ -73,8 +81,8 @@ def test_no_contract_has_an_exception() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     places = defaultdict(list)
-    for path in sorted(SRC.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path.relative_to(SRC).as_posix())
     twice = {name: where for name, where in places.items() if len(where) > 1}
@@ -93,8 +101,8 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 def test_every_module_says_in_its_first_line_what_it_holds() -> None:
     silent = [
         path.relative_to(SRC).as_posix()
-        for path in sorted(SRC.rglob("*.py"))
-        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+        for path, tree in trees().items()
+        if path.read_text().strip() and not ast.get_docstring(tree)
     ]
     assert silent == []
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,6 +36,26 @@ ELASTIC = {
 }
 
 
+class GrowingFile:
+    """The objects of a file of JSON lines that somebody appends to; each is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read_bytes = path, 0
+        self._objects: list[dict] = []
+
+    def objects(self) -> list[dict]:
+        """All so far; a line that has no end yet does not count."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._objects += map(json.loads, new.splitlines())
+        self._read_bytes += len(new)
+        return self._objects
+
+
 class Peer:
     """One peer's process: the parent, whose children are the ranks."""
 
@@ -44,6 +64,8 @@ class Peer:
     ) -> None:
         self.name, self.directory, self.process = name, directory, process
         self._journal = directory / journal
+        self._events = GrowingFile(self._journal)
+        self._notes: dict[int, GrowingFile] = {}
 
     @property
     def ranks(self) -> list[int]:
@@ -65,16 +87,12 @@ class Peer:
         (self.directory / what).unlink()
 
     def notes(self, what: str, rank: int = 0) -> list[dict]:
-        path = self.directory / f"rank{rank}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        every = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [note for note in every if note["what"] == what]
+        if rank not in self._notes:
+            self._notes[rank] = GrowingFile(self.directory / f"rank{rank}.jsonl")
+        return [note for note in self._notes[rank].objects() if note["what"] == what]
 
     def events(self, event: str) -> list[dict]:
-        path = self._journal
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        every = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [one for one in every if one["event"] == event]
+        return [one for one in self._events.objects() if one["event"] == event]
 
     @property
     def journal(self) -> str:
@@ -108,6 +126,8 @@ class Crew:
         self.limits: dict[str, float] = {}
         self.step_s = 0.01
         self.etcd, self.keys = Etcd([endpoint], deadline_s=DEADLINE_S), Keys(run)
+        self._readies: dict[tuple[int, str], Ready] = {}
+        self._seen_revision = 0
 
     @property
     def memory(self) -> str:
@@ -148,7 +168,7 @@ class Crew:
                 deadline = min(deadline, time.monotonic() + AFTER_AN_END_S)
             if time.monotonic() > deadline:
                 raise AssertionError(f"this did not happen: {what}\n{self.last_words()}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     @property
     def has_ended_badly(self) -> bool:
@@ -167,18 +187,21 @@ class Crew:
 
     def until_committed(self, *members: str, more: int = 1) -> Commit:
         """Wait for `more` rounds, from now on, that exactly these peers are in; the last of them."""
-        after = max(self.rounds(), default=-1)
+        after = max(self.rounds(newest=1), default=-1)
 
         def matching() -> list[Commit]:
-            found = [commit for round, commit in sorted(self.rounds().items()) if round > after]
+            newest = self.rounds(newest=more + 8)
+            if min(newest, default=0) > after + 1:
+                newest = self.rounds()
+            found = [commit for round, commit in sorted(newest.items()) if round > after]
             return [commit for commit in found if set(commit.members) == set(members)]
 
         self.until(lambda: len(matching()) >= more, f"a round of {members} after round {after}")
         return matching()[-1]
 
-    def rounds(self) -> dict[int, Commit]:
-        """Every commit."""
-        found = self.etcd.list(self.keys.commits).items
+    def rounds(self, *, newest: int = 0) -> dict[int, Commit]:
+        """Every commit, or so many of the newest."""
+        found = self.etcd.list(self.keys.commits, newest=newest).items
         return {commit.round: commit for commit in (decode(item.value, Commit) for item in found)}
 
     def check_accounts(self) -> None:
@@ -190,7 +213,7 @@ class Crew:
         rounds = self.rounds()
         gaps = [round for round in rounds if round > 0 and round - 1 not in rounds]
         rounds = {round: commit for round, commit in rounds.items() if round >= max(gaps, default=0)}
-        readies = {(one.round, one.peer): one for one in self._history()}
+        readies = self._last_readies()
         spent: tuple[range, ...] = ()
         first, before = min(rounds, default=0), 0
         if first > 0:
@@ -221,20 +244,25 @@ class Crew:
         for peer in living:
             assert peer.wait() in self.asked_to_end, peer.said
 
-    def _history(self) -> Iterator[Ready]:
-        """What was ever offered: the last word of each peer in each round."""
+    def _last_readies(self) -> dict[tuple[int, str], Ready]:
+        """What was ever offered: the last word of each peer in each round. Each change is read once."""
         prefix = self.keys.peers
-        watch = self.etcd.watch(prefix, after=0, idle_s=DEADLINE_S)
+        watch = self.etcd.watch(prefix, after=self._seen_revision, idle_s=DEADLINE_S)
         marker = f"{prefix}marker-{secrets.token_hex(8)}"
         self.etcd.put(marker, "until here")
+        is_complete = False
         for batch in watch.batches():
             for change in batch.changes:
-                if change.key == marker:
-                    watch.stop()
-                    self.etcd.delete(marker)
-                    return
+                is_complete |= change.key == marker
                 if change.item is not None and self.keys.parts(change.key)[0] == "ready":
-                    yield decode(change.item.value, Ready)
+                    ready = decode(change.item.value, Ready)
+                    self._readies[ready.round, ready.peer] = ready
+            self._seen_revision = batch.revision
+            if is_complete:
+                break
+        watch.stop()
+        self.etcd.delete(marker)
+        return self._readies
 
     def __enter__(self) -> Crew:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ CLI = Path(__file__).parents[2] / "src" / "bloomery" / "cli"
 TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(CLI.glob("*.py"))}
 
 
+@cache
 def accepted(module: str) -> set[str]:
     """The names under which a module's parsers keep the arguments that they accept."""
     names = set()
@@ -29,13 +31,19 @@ def accepted(module: str) -> set[str]:
     return names
 
 
+def called(value: ast.expr) -> str:
+    """What a value is the call of, or the value as it is written, to its first bracket."""
+    return ast.unparse(value.func if isinstance(value, ast.Call) else value).partition("(")[0]
+
+
+@cache
 def read(module: str) -> set[str]:
     """The attributes that a module reads of what a parser returned."""
     parsed = set()
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.arg) and node.annotation and "Namespace" in ast.unparse(node.annotation):
             parsed.add(node.arg)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).partition("(")[0].endswith(".parse_args"):
+        if isinstance(node, ast.Assign) and called(node.value).endswith(".parse_args"):
             parsed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {
         node.attr
@@ -44,25 +52,29 @@ def read(module: str) -> set[str]:
     } - set(dir(argparse.ArgumentParser()))
 
 
+@cache
+def imported(module: str) -> set[str]:
+    """The modules of commands that a module imports, also when it runs."""
+    nodes = list(ast.walk(TREES[module]))
+    modules = {
+        node.module.rpartition(".")[2]
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("bloomery.cli.")
+    }
+    modules |= {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == "bloomery.cli"
+        for alias in node.names
+        if alias.name in TREES
+    }
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return modules | {other for other in TREES if f"bloomery.cli.{other}" in texts}
+
+
+@cache
 def sharing(module: str) -> set[str]:
     """The modules that this one imports, also when it runs, and those that import it."""
-
-    def imported(name: str) -> set[str]:
-        modules = {
-            node.module.rpartition(".")[2]
-            for node in ast.walk(TREES[name])
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("bloomery.cli.")
-        }
-        modules |= {
-            alias.name
-            for node in ast.walk(TREES[name])
-            if isinstance(node, ast.ImportFrom) and node.module == "bloomery.cli"
-            for alias in node.names
-            if alias.name in TREES
-        }
-        texts = {node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant)}
-        return modules | {other for other in TREES if f"bloomery.cli.{other}" in texts}
-
     return imported(module) | {other for other in TREES if module in imported(other)} - {"__init__"}
 
 
@@ -76,6 +88,7 @@ SHARED = {"arguments", "run_inputs"}
 """Modules whose arguments are read by the commands that add them."""
 
 
+@cache
 def used(module: str) -> set[str]:
     """The names of arguments that a module reads of what a parser returned, or gives to what reads them."""
     declared, parsed = set[ast.AST](), set[str]()
@@ -84,7 +97,7 @@ def used(module: str) -> set[str]:
             declared |= {part for given in node.args for part in ast.walk(given)}
         if isinstance(node, ast.arg) and node.annotation and "Namespace" in ast.unparse(node.annotation):
             parsed.add(node.arg)
-        if isinstance(node, ast.Assign) and "parse" in ast.unparse(node.value).partition("(")[0]:
+        if isinstance(node, ast.Assign) and "parse" in called(node.value):
             parsed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {
         node.attr

@@ -16,7 +16,8 @@ from bloomery.events.run_directory import RunDirectory
 
 DEADLINE_S = 240.0
 """For one event, on a machine that is busy with other things."""
-_TICK_S = 0.002
+_TICK_S = 0.01
+"""Between two looks: each reads files, on the processors that what is waited for needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,11 @@ class Running:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(_command(arguments), stdout=out, stderr=err, env=_environment())
 
-    def wait_until(self, seen: Callable[[], object]) -> bool:
-        """Wait for something to be seen while this runs; false when it ended before."""
+    def wait_until(self, seen: Callable[[], object], *, tick_s: float = _TICK_S) -> bool:
+        """Look every `tick_s` until something is seen while this runs; false when it ended before."""
         deadline = time.monotonic() + DEADLINE_S
         while not seen():
-            if self.is_over(within_s=_TICK_S):
+            if self.is_over(within_s=tick_s):
                 return bool(seen())
             assert time.monotonic() < deadline, f"waited in vain for {seen}: {self.said()}"
         return True

@@ -15,6 +15,7 @@ from bloomery.events.run_directory import RunDirectory
 
 START, STEP, SAVE = "start-up", "step", "save"
 A_STEP_S, A_SAVE_S = 0.03, 0.02
+TICK_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,12 @@ def _came(moment: Moment, trainer: Running, run: Path, *, start_up_s: float) -> 
     if moment.kind == START:
         # A quick machine may begin to train meanwhile: then that is the moment.
         due_s = time.monotonic() + moment.after * start_up_s
-        return trainer.wait_until(lambda: time.monotonic() >= due_s or _lines_told(run) > told)
+        return trainer.wait_until(lambda: time.monotonic() >= due_s or _lines_told(run) > told, tick_s=TICK_S)
     if moment.kind == STEP:
         steps, into_the_next = divmod(moment.after, 1)
-        told_enough = trainer.wait_until(lambda: _lines_told(run) >= told + steps)
+        told_enough = trainer.wait_until(lambda: _lines_told(run) >= told + steps, tick_s=TICK_S)
         return told_enough and not trainer.is_over(within_s=into_the_next * A_STEP_S)
-    return trainer.wait_until(lambda: _directories(run) - found) and not trainer.is_over(
+    return trainer.wait_until(lambda: _directories(run) - found, tick_s=TICK_S) and not trainer.is_over(
         within_s=moment.after
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tests.layouts.layouts import Layout
@@ -23,6 +23,10 @@ class Reference:
     losses: list[float]
     norms: list[float]
     gradients: Mapping[str, np.ndarray]
+
+    def first(self, steps: int) -> Reference:
+        """What it found in its first steps."""
+        return replace(self, losses=self.losses[:steps], norms=self.norms[:steps])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +88,22 @@ class Matrix:
         fault: str | None = None,
         settings: tuple[str, ...] = (),
         patch: str | None = None,
+        steps: int | None = None,
     ) -> Difference:
         """Train a layout, and hold it against one process; both with `settings` beside the layout's.
 
         fault: planted in the layout alone. patch: the same, but planted in both.
+        steps: how many are compared, if not as many as of other layouts.
         """
         job = Job(
             style=style,
             settings=(*settings, *layout.settings),
             ranks=layout.ranks,
-            steps=self.steps,
+            steps=steps or self.steps,
             fault=fault or patch,
         )
-        return difference(self.results(job), self.reference(style, *settings, fault=patch))
+        reference = self.reference(style, *settings, fault=patch)
+        return difference(self.results(job), reference.first(job.steps))
 
 
 def difference(results: list[RankResult], reference: Reference) -> Difference:

@@ -9,6 +9,6 @@ from tests.layouts.comparison import Matrix
 @pytest.fixture(scope="session")
 def matrix() -> Iterator[Matrix]:
     """Ranks that stay for the whole session. `make soak PART=layouts` compares more steps, and all rows."""
-    matrix = Matrix(steps=8)
+    matrix = Matrix(steps=6)
     yield matrix
     matrix.close()

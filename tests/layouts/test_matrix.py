@@ -114,5 +114,5 @@ def test_a_switch_against_spikes_does_in_a_layout_what_it_does_in_one_process(
 )
 def test_a_planted_fault_is_found(matrix: Matrix, fault: str, name: str, style: str, by: str) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == name)
-    found = matrix.difference(layout, style, fault=fault)
+    found = matrix.difference(layout, style, fault=fault, steps=1)
     assert by in found.beyond, found

@@ -153,7 +153,9 @@ class StageMessenger:
     def _post(self, message: StageMessage, channel: P2PChannel) -> None:
         """Start to receive a message."""
         axis = self._mesh.channels[channel]
-        tensor = torch.empty_like(self._shapes[message.micro_batch], device=self._mesh.device)
+        # Not `empty_like`: of a tensor on 'meta' torch computes it in Python, and loads SymPy for it.
+        like = self._shapes[message.micro_batch]
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device)
         with self._raising_rank_lost(channel.sender):
             work = dist.irecv(tensor, src=axis.ranks[0], group=axis.group, tag=_tag(message))
         assert work is not None, "a rank is in the groups of its own channels"
