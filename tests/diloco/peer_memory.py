@@ -23,7 +23,7 @@ from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.diloco import outer_update, pseudo_gradient
-from bloomery.diloco.all_reduce import RingConnections, WireRings, _reduced
+from bloomery.diloco.all_reduce import RingConnections, WireRings, _Attempt
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.protocol.rank_messages import Reduce
 
@@ -54,23 +54,25 @@ def main(elements: int, codec: str) -> None:
     vector.weights += 0.01
     attempt = example.attempt(members=("a", "b"), weights=(0.5, 0.5))
     hops = connected(2)
-    rings = [
-        WireRings(section)(
-            Reduce(attempt=attempt, index=index, hops=hop, stall_s=60.0, deadline_s=60.0, norm_limit=None)
-        )
+    asked = [
+        Reduce(attempt=attempt, index=index, hops=hop, stall_s=60.0, deadline_s=60.0, norm_limit=None)
         for index, hop in enumerate(hops)
     ]
+    rings = [WireRings(section)(reduce) for reduce in asked]
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
     update.offer(1)
     other = threading.Thread(target=take_part, args=(rings[1], update.pieces()))
     other.start()
-    reduced = _reduced(update, weight=0.5, members=2, ring=rings[0])
+    prepared = _Attempt(rings[0], asked[0], update).result().digest
     other.join()
-    prepared = update.prepare(reduced)
+    average = update.average()
+    assert average is not None
+    kept_of_average = average.nbytes
+    del average
     update.adopt()
     peak = resident("VmHWM") - before
     assert update.digest() == prepared and torch.equal(vector.weights, update.base)
-    print(json.dumps({"kept": kept, "peak": peak, "average": reduced.average.nbytes}))
+    print(json.dumps({"kept": kept, "peak": peak, "average": kept_of_average}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,7 @@ class Rank:
         self.ring, self.others, self.gathered = ring, list(others), list[Any]()
         self.calls: list[Any] = []
         self.prepared: list[Any] = []
+        self.preparing, self.prepares_long = threading.Event(), False
 
         def values(weight: float, piece: range) -> tuple[Tensor, Tensor]:
             return torch.full((len(piece),), float(1 + piece.start)), torch.full((len(piece),), 0.5)
@@ -77,7 +79,10 @@ class Rank:
         self.gathered.append(value)
         return [value, *(self.others.pop(0) if self.others else [])]
 
-    def prepare(self, reduced: Any) -> str:
+    def prepare(self, reduced: Any, *, check: Any) -> str:
+        self.preparing.set()
+        while self.prepares_long:
+            check()
         self.prepared.append((reduced.average.whole().tolist(), reduced.residual.tolist()))
         return "of this rank"
 
@@ -160,6 +165,16 @@ def test_a_ring_is_cancelled_by_its_own_epoch_and_when_its_state_is_replaced() -
     rank.attempts.cancel(7)
     rank.attempts.drop()
     assert rank.ring.calls.count("cancel") == 2
+
+
+def test_a_preparation_ends_soon_after_its_attempt_is_cancelled() -> None:
+    rank = Rank(Ring())
+    rank.prepares_long = True
+    rank.attempts.begin(REDUCE)
+    assert rank.preparing.wait(60.0)
+    rank.is_aborted = True
+    rank.attempts.conclude()
+    assert rank.prepared == [] and rank.calls == [] and not rank.attempts.is_under_way
 
 
 def test_a_ring_that_cancelling_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

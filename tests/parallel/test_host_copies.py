@@ -141,6 +141,9 @@ def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
     shard = OffloadedShard(1000, link=CopiesOnStreams(CPU, cuda=cuda))
     shard.begin_down(torch.ones(1000))
     assert shard.gradient.sum() == 1000.0
+    # A copy of such memory is a call that waits for the device, so the host waits before, with a deadline.
+    waited = ["computing 0 begun", "computing 0 awaited"]
+    assert cuda.calls == [*waited, "down follows computing", "down 0 begun"]
     assert "cannot be pinned (error 2)" in caplog.text
     del shard
     gc.collect()

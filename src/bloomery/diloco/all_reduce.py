@@ -213,22 +213,6 @@ class _Result:
     digest: str
 
 
-def _reduced(
-    update: OuterUpdate, *, weight: float, members: int, ring: RingConnections | None = None
-) -> Reduced:
-    """Reduce a part piece by piece; without a ring the average is the part."""
-    average = StoredAverage("fp32" if ring is None else ring.codec, members=members)
-    residuals = []
-    for piece in update.pieces():
-        values, residual = update.values(weight, piece)
-        if ring is not None:
-            ring.all_reduce(values, weight=weight, residual=residual)
-        average.append(values.numpy())
-        residuals.append(residual)
-    kept_residuals = [residual for residual in residuals if residual is not None]
-    return Reduced(average=average, residual=torch.cat(kept_residuals) if kept_residuals else None)
-
-
 class _Attempt:
     """An all_reduce, and the preparation of the state after it, on a thread.
 
@@ -247,7 +231,10 @@ class _Attempt:
         self.is_over, self.result = self._call.is_over, self._call.result
 
     def cancel(self) -> None:
-        """Cancel the ring and wait until its buffers are free. Raises RingFailed if that takes too long."""
+        """Cancel the ring or the preparation, and wait until its buffers are free.
+
+        Raises RingFailed if that takes too long.
+        """
         self._is_cancelled = True
         if self._ring is not None:
             self._ring.cancel()
@@ -256,13 +243,31 @@ class _Attempt:
 
     def _run(self) -> _Result:
         try:
-            reduced = _reduced(self._update, weight=self._weight, members=self._members, ring=self._ring)
+            reduced = self._reduced()
         finally:
             if self._ring is not None:
                 self._ring.close()
+        digest = self._update.prepare(reduced, check=self._refuse_cancelled)
+        return _Result(squares=reduced.average.squares, digest=digest)
+
+    def _reduced(self) -> Reduced:
+        """Reduce the part piece by piece; without a ring the average is the part."""
+        ring = self._ring
+        average = StoredAverage("fp32" if ring is None else ring.codec, members=self._members)
+        residuals = []
+        for piece in self._update.pieces():
+            self._refuse_cancelled()
+            values, residual = self._update.values(self._weight, piece)
+            if ring is not None:
+                ring.all_reduce(values, weight=self._weight, residual=residual)
+            average.append(values.numpy())
+            residuals.append(residual)
+        kept_residuals = [residual for residual in residuals if residual is not None]
+        return Reduced(average=average, residual=torch.cat(kept_residuals) if kept_residuals else None)
+
+    def _refuse_cancelled(self) -> None:
         if self._is_cancelled:
             raise RingFailed("The ring was cancelled.", kind="cancelled")
-        return _Result(squares=reduced.average.squares, digest=self._update.prepare(reduced))
 
 
 class WireRings:

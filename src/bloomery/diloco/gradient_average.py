@@ -70,12 +70,14 @@ class GradientAverage:
         self._vector.read_gradients(values, piece.start)
         return values, None
 
-    def prepare(self, reduced: Reduced) -> str:
+    def prepare(self, reduced: Reduced, *, check: Callable[[], None] = lambda: None) -> str:
         """Keep the average; return the digest of the present weights and the average."""
-        self._average = reduced.average
+        self._average = None
         weights = (block.numpy() for block in self._blocks(self._vector.read_masters))
         pieces = itertools.chain(weights, reduced.average.blocks())
-        return digest_of_pieces(pieces, nbytes=8 * self._vector.numel)
+        digest = digest_of_pieces(pieces, nbytes=8 * self._vector.numel, check=check)
+        self._average = reduced.average
+        return digest
 
     def average(self) -> StoredAverage | None:
         """See OuterUpdate. Gradients are of no use later: the optimizer has to make each step in turn."""

@@ -106,10 +106,12 @@ class OuterUpdate(Protocol):
         weight: this peer's weight in the attempt. None in place of the vector: the error is not kept.
         """
 
-    def prepare(self, reduced: Reduced) -> str:
+    def prepare(self, reduced: Reduced, *, check: Callable[[], None] = lambda: None) -> str:
         """Compute the state that follows from an average, beside the present one, and return its digest.
 
         The thread of the ring calls this too.
+
+        check: called between parts of the work. What it raises ends that, and nothing is prepared then.
         """
 
     def average(self) -> StoredAverage | None:
@@ -199,16 +201,23 @@ def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
     return digest_of_pieces(arrays, nbytes=sum(array.nbytes for array in arrays), threads=threads)
 
 
-def digest_of_pieces(pieces: Iterable[npt.NDArray[Any]], *, nbytes: int, threads: int | None = None) -> str:
+def digest_of_pieces(
+    pieces: Iterable[npt.NDArray[Any]],
+    *,
+    nbytes: int,
+    threads: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> str:
     """Return the `digest` of arrays that are made one after the other, without holding them together.
 
     The memory of a piece may be taken again for the next but one, because a piece is hashed while the next
     one is made.
 
-    nbytes: of all of them. threads: see `digest`.
+    nbytes: of all of them. threads: see `digest`. check: called before each piece is hashed; it may raise.
     """
     with _StreamDigest(nbytes=nbytes, threads=threads) as stream:
         for array in pieces:
+            check()
             stream.add(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return stream.end()
 
@@ -235,7 +244,9 @@ class _StreamDigest:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, array: memoryview) -> None:
-        """Begin to hash the next bytes. They may change once the next call has returned."""
+        """Begin to hash the next bytes. They may change once the next call that has any has returned."""
+        if not len(array):
+            return
         begun: list[Future[bytes]] = []
         missing = BLOCK_BYTES - len(self._partial) if self._partial else 0
         self._partial += array[:missing]

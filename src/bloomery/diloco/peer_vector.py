@@ -97,7 +97,7 @@ class PeerVector:
         """Yield the master weights in each of these ranges, in memory that the caller may change.
 
         While the caller uses one range, a GPU copies the next; the memory of a range is taken again when the
-        caller asks for the next but one.
+        caller asks for the next.
         """
         longest = max(map(len, strips), default=0)
         if self._blocks[0].numel() < longest:
@@ -245,6 +245,7 @@ class PeerVector:
         share: float = 1.0,
     ) -> None:
         """Begin to move this rank's own elements to `values`, whose first one is element `begin`."""
+        self._link.wait_unless_pinned(values)
         for own, buffer in zip(self._own, buffers, strict=True):
             for piece in (range(begin, begin + values.numel()),) if within is None else within:
                 start, stop = max(piece.start, own.offset), min(piece.stop, own.offset + own.numel)

@@ -183,11 +183,14 @@ class PseudoGradient:
         # Error feedback: the error of earlier rounds is sent now; this attempt's is summed from zero.
         return values.add_(lost.mul_(self._decay).div_(weight)), lost.zero_()
 
-    def prepare(self, reduced: Reduced) -> str:
+    def prepare(self, reduced: Reduced, *, check: Callable[[], None] = lambda: None) -> str:
         """Return the digest of the whole base and momentum after the outer step, which `adopt` makes."""
         self._end_adoption()
+        self._prepared = None
+        pieces = self._after_round(reduced.average)
+        digest = digest_of_pieces(pieces, nbytes=8 * self._vector.numel, check=check)
         self._prepared = reduced
-        return digest_of_pieces(self._after_round(reduced.average), nbytes=8 * self._vector.numel)
+        return digest
 
     def average(self) -> StoredAverage | None:
         """See OuterUpdate. It is the fragment's average pseudo-gradient."""
@@ -256,9 +259,12 @@ class PseudoGradient:
     def _drifts(
         self, spans: Ranges, copied: Arrival | None, piece: range | None = None
     ) -> Iterator[tuple[Tensor, int]]:
-        """Yield how far the weights have moved from the base, in memory that the next but one takes.
+        """Yield how far the weights have moved from the base, strip by strip.
 
-        Each strip comes with the place of its first element in the fragment. copied: see `_copied`.
+        The memory of a strip is taken again when the caller asks for the next one, or for the next but one
+        where the weights were copied. Each strip comes with the place of its first element in the fragment.
+
+        copied: see `_copied`.
         """
         strips = list(_strips(spans, piece))
         if copied is None:

@@ -43,6 +43,13 @@ class HostLink(Protocol):
         """End what `zeros` took beside the memory."""
         ...
 
+    def wait_unless_pinned(self, memory: Tensor) -> None:
+        """Wait for the device where a copy of this memory would wait for it, which has no deadline.
+
+        Raises RankLost where the device waits for another rank for too long.
+        """
+        ...
+
     def down(self, into: Tensor, source: Tensor) -> Arrival:
         """Begin to copy from the device, after what it was told to compute so far."""
         ...
@@ -87,6 +94,9 @@ class CopiesAtOnce:
 
     def release(self, memory: Sequence[Tensor]) -> None:
         """See HostLink."""
+
+    def wait_unless_pinned(self, memory: Tensor) -> None:
+        """See HostLink. A copy on a CPU is made by the caller."""
 
     def down(self, into: Tensor, source: Tensor) -> Arrival:
         """See HostLink."""
@@ -141,8 +151,14 @@ class CopiesOnStreams:
             self._pinned.remove(address)
             self._cuda.cudart().cudaHostUnregister(address)
 
+    def wait_unless_pinned(self, memory: Tensor) -> None:
+        """See HostLink. memory: what `zeros` returned, or a part of it."""
+        if memory.untyped_storage().data_ptr() not in self._pinned:
+            self._event(self._cuda.current_stream(self._device)).synchronize()
+
     def down(self, into: Tensor, source: Tensor) -> Arrival:
         """See HostLink."""
+        self.wait_unless_pinned(into)
         self._down.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._down):
             into.copy_(source, non_blocking=True)
@@ -165,6 +181,7 @@ class CopiesOnStreams:
 
     def up_in_order(self, into: Tensor, source: Tensor) -> None:
         """See HostLink. torch would round on the CPU, into memory that is not pinned, and wait."""
+        self.wait_unless_pinned(source)
         into.copy_(source.to(self._device, non_blocking=True))
 
     def _event(self, stream: Any) -> Arrival:

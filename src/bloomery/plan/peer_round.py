@@ -116,7 +116,8 @@ def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[flo
 
     Base and momentum are fp32; the average is kept in the bytes of the codec, or as places and values. int4
     and sparse keep a residual and make the next one. Overlapped steps need two copies of a fragment: its
-    weights that are offered, and its next base. With averaged gradients nothing is kept.
+    weights that are offered, and its next base; fragments count as equal, although those with the embedding
+    or the head are longer. With averaged gradients nothing is kept.
     """
     kept_bytes = 0.0 if elastic.average == "gradients" else 8.0
     is_sparse = elastic.codec == SPARSE
