@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -37,23 +39,30 @@ ELASTIC = {
 
 
 class GrowingFile:
-    """The objects of a file of JSON lines that somebody appends to; each is read once."""
+    """The objects of a file of JSON lines that somebody appends to; each is read once.
+
+    It stays open, so that a new file of its name, after the directory was removed, is not taken for it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read_bytes = path, 0
+        self._path, self._file = path, -1
+        self._partial = b""
         self._objects: list[dict] = []
+        self._lock = threading.Lock()
 
     def objects(self) -> list[dict]:
         """All so far; a line that has no end yet does not count."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            new = file.read()
-        new = new[: new.rfind(b"\n") + 1]
-        self._objects += map(json.loads, new.splitlines())
-        self._read_bytes += len(new)
-        return self._objects
+        with self._lock:  # a test may look from several threads
+            if self._file < 0:
+                if not self._path.exists():
+                    return []
+                self._file = os.open(self._path, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._file)
+            while new := os.read(self._file, 1 << 20):
+                self._partial += new
+            *lines, self._partial = self._partial.split(b"\n")
+            self._objects += map(json.loads, lines)
+            return list(self._objects)
 
 
 class Peer:

@@ -211,8 +211,13 @@ def test_a_piece_is_in_the_part_that_its_middle_lies_in(
 
 def test_a_record_of_a_part_is_gone_from_the_disk_before_its_pair_is_replaced(tmp_path: Path) -> None:
     prefix = tmp_path / "out-part-1-of-2"
-    write_record(prefix, corpus="c", engine="e", held_out=True)
-    assert json.loads(record_path(prefix).read_bytes()) == {"corpus": "c", "engine": "e", "held_out": True}
+    write_record(prefix, corpus="c", sample="s", engine="e", held_out=True)
+    assert json.loads(record_path(prefix).read_bytes()) == {
+        "corpus": "c",
+        "sample": "s",
+        "engine": "e",
+        "held_out": True,
+    }
     with recorded() as calls:
         remove_record(prefix, held_out=True)
     assert not record_path(prefix).exists() and calls.paths == [("sync", tmp_path)]
@@ -223,7 +228,7 @@ def parts_of(out: Path, count: int, *, without: tuple[int, ...] = ()) -> None:
     for number in range(1, count + 1):
         if number not in without:
             prefix = CorpusPart(number=number, count=count).prefix(out)
-            write_record(prefix, corpus="c", engine="e", held_out=False)
+            write_record(prefix, corpus="c", sample="s", engine="e", held_out=False)
             idx_path(prefix).write_bytes(b"")
 
 

@@ -12,6 +12,7 @@ from tests.machine import has_python_headers
 from tests.parallel.small import CPU
 from torch import Tensor
 
+from bloomery import torch_private
 from bloomery.config.recipe import Recipe
 from bloomery.model.attention import AttentionContext
 from bloomery.model.dropout import DropoutAddress, dropout_address
@@ -59,6 +60,12 @@ def second_block(model: TrainingModel, recipe: Recipe) -> tuple[Tensor, Attentio
     hook.remove()
     x, context, cache = taken[0]
     return x.clone().requires_grad_(), context, cache
+
+
+@pytest.fixture(autouse=True)
+def units_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without them keeps copies in fp32 for its products, which no plan of a GPU counts."""
+    monkeypatch.setattr(torch_private, "has_bf16_matmul", lambda: True)
 
 
 def kept(style: str, mode: str, precision: str, *, compiled: bool) -> float:

@@ -15,6 +15,7 @@ from bloomery.guard.corruption import CORRUPTION
 from bloomery.guard.trend import THROUGHPUT
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Watch
 from bloomery.optim.clip import Clamps
+from bloomery.torch_private import compiled_graphs
 from bloomery.train import trainer as trainer_module
 from bloomery.train.loop import apply_verdict
 from bloomery.train.state import Goal, TrainingOutcome, TrainState
@@ -59,7 +60,7 @@ def trainer_of(calls: list[tuple[Any, ...]], **parts: Any) -> Trainer:
         _slow_ranks=Noted(calls, "slow.", compare={"slow": [], "usual_s": 1.0, "ranks": 1}),
         _data_stream=Noted(calls, "data.", epochs_ended=[{"dataset": "web", "sample": 27}]),
         _held_out=None,
-        _compiled_graphs=0,
+        _compiled_graphs=compiled_graphs(),
     )
     for name, part in (usual | parts).items():
         setattr(made, name, part)
@@ -106,7 +107,7 @@ def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else
 
 def test_graphs_that_a_step_compiled_are_journalled_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    trainer = trainer_of(calls)
+    trainer = trainer_of(calls, _compiled_graphs=0)
     for graphs in (3, 3, 4):
         monkeypatch.setattr(trainer_module, "compiled_graphs", lambda graphs=graphs: graphs)
         trainer.record(report(seconds=41.5), CarryOn(judged_step=7))

@@ -212,13 +212,15 @@ def test_a_reader_follows_a_growing_journal_and_reads_only_what_is_new(tmp_path:
     assert reader.columns.last("step") == 92.0
 
 
-def test_a_run_that_ended_since_its_journal_was_read_is_finished_and_not_gone(tmp_path: Path) -> None:
+def test_a_run_that_ended_since_its_journal_was_read_is_not_gone_but_stopped_and_then_finished(
+    tmp_path: Path,
+) -> None:
     run = healed_run(tmp_path / "run")
     summarizer = RunSummarizer(RunReader(run.rundir.path).read_all())
     heart = Heartbeat(run.rundir.heartbeat())
     heart.enter(RankActivity.ENDED)
     heart.write()
-    assert summarizer.summary().state == "gone"
+    assert summarizer.summary().state == "stopped", "what its heartbeat says"
     run.event("end", reason="the samples are done", finished=True, failed=False)
     assert summarizer.summary().state == "finished"
 

@@ -133,7 +133,8 @@ class RunSummarizer:
         elsewhere = switch_places(recipe.control.directory) if recipe else []
         last = None if self._reader.is_behind else self._reader.news.last
         verdict = self._judged(elsewhere, last)
-        if verdict.state.is_bad and last is not None:  # the run may have ended since its journal was read
+        may_have_ended = verdict.state.is_bad or verdict.state == RunStatus.STOPPED
+        if may_have_ended and last is not None:  # since its journal was read
             verdict = self._judged(elsewhere, None)
         return verdict
 
