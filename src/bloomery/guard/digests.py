@@ -195,8 +195,9 @@ def _not_finite_faults(ranks: Sequence[RankDigests]) -> list[BitFault]:
         spoilt = [rank for rank in group if rank.not_finite]
         if spoilt:
             numbers = tuple(rank.rank for rank in spoilt)
-            tensors = ", ".join(spoilt[0].not_finite[:4])
-            reason = f"{_names(spoilt, set(numbers))} holds weights that are not finite, in {tensors}"
+            tensors = ", ".join(sorted({name for rank in spoilt for name in rank.not_finite})[:4])
+            holders = f"{_names(spoilt, set(numbers))} {'holds' if len(spoilt) == 1 else 'hold'}"
+            reason = f"{holders} weights that are not finite, in {tensors}"
             is_certain = len(spoilt) < len(group)
             faults.append(BitFault(what="weights", ranks=numbers, is_certain=is_certain, reason=reason))
     return faults

@@ -1,6 +1,7 @@
 """Decides at a start which kernel computes attention, equally on all ranks and as earlier starts did.
 
-A checkpoint says which kernel was measured to be the quickest, so that the run goes on with it anywhere.
+A checkpoint says which kernel was measured to be the quickest, so that the run goes on with it wherever the
+device, the sizes and torch are the same.
 """
 
 from __future__ import annotations

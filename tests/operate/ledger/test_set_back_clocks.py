@@ -13,6 +13,7 @@ from bloomery.operate.ledger.clock import read_steadily
 from bloomery.operate.ledger.run_ledger import read_ledger
 
 HOUR = 3600.0
+TWO_CLOCKS = [10000.0, 10001.0, 9900.0, 9901.0, 10100.0, 10101.0, 10000.0, 10001.0, 10200.0, 10201.0]
 
 
 def ahead(events: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -49,8 +50,9 @@ def test_records_of_attempts_before_the_clock_was_set_back_are_within_the_run(tm
         ([1000, 1100, 5, 1200], [1000, 1100, 5, 1200]),
         ([9000, 9100, 9200, 500, 600], [300, 400, 500, 500, 600]),
         ([9000, 500, 600, 100, 200], [0, 0, 100, 100, 200]),
+        (TWO_CLOCKS, TWO_CLOCKS),
     ],
-    ids=["another node", "one line too late", "one line too early", "set back", "set back twice"],
+    ids=["another node", "one line too late", "one too early", "set back", "set back twice", "two clocks"],
 )
 def test_only_a_clock_that_stays_back_moves_earlier_times(
     tmp_path: Path, times: list[float], read: list[float]

@@ -42,20 +42,27 @@ def _set_back(path: Path) -> list[_SetBack]:
     """Return where the clock was set back, in the order of the lines.
 
     Only times are looked for, which takes a tenth of the time that parsing takes. One line whose time alone
-    is too early or too late is damage.
+    is too early or too late is damage; a clock that was set back by less than the time of two lines looks
+    alike, and is left. Where times fall and jump ahead in turns, two machines whose clocks
+    differ wrote the lines, and none was set back.
     """
     places: list[_SetBack] = []
     before: float | None = None  # the line before `last`
     last: float | None = None
     fallen: tuple[int, float, bytes] | None = None  # it waits for the line after it
+    jumped_s = 0.0  # the longest time between two lines since the last place
     for number, time, line in _times(path):
-        if fallen is not None and last is not None and time < last:
-            places.append(_SetBack(fallen[0], last - fallen[1] + _measured_s(fallen[2])))
-            before, last = last, fallen[1]
-        fallen = None
+        if fallen is not None and last is not None:
+            if time < last:
+                if places and jumped_s >= places[-1].seconds - _SET_BACK_S:
+                    return []
+                places.append(_SetBack(fallen[0], last - fallen[1] + _measured_s(fallen[2])))
+                before, last, jumped_s = last, fallen[1], 0.0
+            fallen = None
         if last is not None and last - time > _SET_BACK_S and (before is None or before > time):
             fallen = (number, time, line)
         else:
+            jumped_s = max(jumped_s, time - last) if last is not None else 0.0
             before, last = last, time
     if fallen is not None and last is not None:
         places.append(_SetBack(fallen[0], last - fallen[1] + _measured_s(fallen[2])))
