@@ -28,8 +28,8 @@ test: $(VENV)/.installed-dev $(VENV)/triton/.installed
 	# Collecting compiles the tests' modules once for all workers, on the core that mypy leaves idle; what it finds wrong the
 	# suite tells. The tests' processes share compiled modules, whatever the shell says.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only > /dev/null 2>&1 & $(BIN)/mypy && wait
-	# Tests wait for processes: 4 workers keep 2 cores busy.
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
+	# Tests wait for processes: 3 workers keep 2 cores busy.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Beside the environment's packages, not among them: with Triton there torch would compile for CPUs in another way.
 $(VENV)/triton/.installed: constraints.txt | $(BIN)/python
