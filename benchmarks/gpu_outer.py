@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-import torch
-from peers_throughput import OwnTraining, Step, device, timed
+from peers_throughput import OwnTraining, Step, seconds_of, synchronise, timed
 from torch import Tensor
 
 from bloomery.config.elastic import ElasticSection
@@ -48,9 +47,9 @@ def _waited_for(own: OwnTraining, step: Step) -> dict[str, float]:
     spent: dict[str, float] = {}
     for round in range(1, ROUNDS + 1):
         step()
-        spent = {"offer": _seconds(lambda round=round: peer.update.offer(round)())}
-        spent["average and prepare"] = _seconds(lambda round=round: peer.averaged(round))
-        spent["adopt"] = _seconds(peer.update.adopt)
+        spent = {"offer": seconds_of(lambda round=round: peer.update.offer(round)())}
+        spent["average and prepare"] = seconds_of(lambda round=round: peer.averaged(round))
+        spent["adopt"] = seconds_of(peer.update.adopt)
     return spent
 
 
@@ -60,7 +59,7 @@ def _beside(own: OwnTraining, step: Step) -> dict[str, float]:
     alone = median(timed(step)[0] for _ in range(ALONE))
     found: dict[str, float] = {}
     for round in range(1, ROUNDS + 1):
-        _wait()
+        synchronise()
         started, steps = time.perf_counter(), 1
         measuring = BackgroundCall(peer.update.offer(round), name="part")
         while not measuring.is_over():
@@ -135,16 +134,3 @@ class _Codec:
 
 def _gathered(value: Any) -> list[Any]:  # Any: whatever is gathered
     return [value]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    _wait()
-    started = time.perf_counter()
-    call()
-    _wait()
-    return time.perf_counter() - started
-
-
-def _wait() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()

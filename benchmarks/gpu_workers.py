@@ -9,7 +9,6 @@ import gc
 import json
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -33,6 +32,7 @@ from peers_throughput import (
     matmul_peak,
     micro_batches,
     random_batch,
+    seconds_of,
     section_of,
     timed,
 )
@@ -197,14 +197,6 @@ def _timed(step: Step, shape: Shape) -> Figures:
     }
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    _wait()
-    started = time.perf_counter()
-    call()
-    _wait()
-    return time.perf_counter() - started
-
-
 def _head(job: Figures) -> Iterator[Figures]:
     """Bytes that head and loss take at most, forward and backward: ours, and fp32 logits written out."""
     tokens, hidden, vocabulary = job["tokens"], job["hidden"], job["vocabulary"]
@@ -236,7 +228,11 @@ def _head(job: Figures) -> Iterator[Figures]:
         both()
         states.grad = weight.grad = None
         yield {
-            name: {"bytes": peak_bytes_of(both, device()), "seconds": _seconds(both), "loss": float(found[0])}
+            name: {
+                "bytes": peak_bytes_of(both, device()),
+                "seconds": seconds_of(both),
+                "loss": float(found[0]),
+            }
         }
 
 
@@ -298,11 +294,6 @@ def _free() -> None:
     gc.collect()
     if device().type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _wait() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _machine() -> str:

@@ -64,13 +64,26 @@ def build_step(contender: str, shape: Shape, *, compiled: bool) -> Step:
     return build(shape, compiled=compiled and contender != "transformers-eager")
 
 
+def synchronise() -> None:
+    """Wait until a GPU has made what it was told."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def timed(step: Step) -> tuple[float, float]:
     """Seconds of one step, the device's work included, and its loss."""
-    _synchronise()
+    losses = list[Tensor]()
+    seconds = seconds_of(lambda: losses.append(step()))
+    return seconds, float(losses[0])
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of a call, the device's work included."""
+    synchronise()
     started = time.perf_counter()
-    loss = step()
-    _synchronise()
-    return time.perf_counter() - started, float(loss)
+    call()
+    synchronise()
+    return time.perf_counter() - started
 
 
 def matmul_peak() -> float:
@@ -352,8 +365,3 @@ def random_batch(shape: Shape) -> tuple[Tensor, Tensor]:
     size = (shape.samples, shape.sequence_length + 1)
     window = torch.randint(shape.vocabulary, size, generator=generator).to(device())
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

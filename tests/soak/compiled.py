@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.layouts.comparison import Matrix
+from tests.layouts.comparison import BF16_LOSS_TOLERANCE, Matrix
 from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA
 from tests.machine import has_python_headers
 from tests.model.test_fp8_units import assert_compiled_alike
@@ -125,18 +125,6 @@ def matrix() -> Iterator[Matrix]:
     matrix.close()
 
 
-@pytest.fixture(scope="module")
-def two_steps(matrix: Matrix) -> Matrix:
-    """Compares gradients of a first step, and the loss of a second, on the same ranks.
-
-    In 16 and 8 bits a difference of 1e-10, which the order of sums makes, turns over a rounding within a few
-    steps. Losses of 20 steps then differ by 5e-3 in eager code too (ZeRO 3 and one process).
-    """
-    short = Matrix(steps=2)
-    short.ranks = matrix.ranks
-    return short
-
-
 COMPILED = (
     ("DP 2", GPT, ()),
     ("DP 2", LLAMA, ("train.precision=bf16",)),
@@ -165,12 +153,20 @@ COMPILED = (
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "style", "settings"), COMPILED)
 def test_a_compiled_layout_trains_what_one_compiled_process_trains(
-    matrix: Matrix, two_steps: Matrix, name: str, style: str, settings: tuple[str, ...]
+    matrix: Matrix, name: str, style: str, settings: tuple[str, ...]
 ) -> None:
+    """In 16 and 8 bits the limits of fp32 hold for two steps, and for all 20 the limit of the matrix in bf16.
+
+    There a difference of 1e-10, which the order of sums makes, turns over a rounding within a few steps.
+    Losses of 20 steps then differ by 5e-3 in eager code too (ZeRO 3 and one process).
+    """
     layout = next(layout for layout in LAYOUTS if layout.name == name)
+    settings = ("train.compile=on", "train.steps=4", *settings)
     is_narrow = any(setting.startswith("train.precision=") for setting in settings)
-    found = (two_steps if is_narrow else matrix).difference(
-        layout, style, settings=("train.compile=on", "train.steps=4", *settings)
-    )
+    found = matrix.difference(layout, style, settings=settings, steps=2 if is_narrow else None)
     print(f"{name}, {style}, {' '.join(settings)}: {found}")
     assert not found.beyond, found
+    if is_narrow:
+        found = matrix.difference(layout, style, settings=settings)
+        print(f"all steps: {found}")
+        assert found.loss <= BF16_LOSS_TOLERANCE, found

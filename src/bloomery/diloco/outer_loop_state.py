@@ -346,7 +346,7 @@ class StepRefused:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateMade:
-    """The optimizer made the update with the average."""
+    """The optimizer has made the update with the averaged gradients, so the step counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,10 @@ class BitFault:
 
 
 def disputed_micro_batches(ranks: Sequence[RankDigests]) -> tuple[int, ...]:
-    """Return the data indices whose micro-batch did not give the same gradients each time, ascending."""
+    """Return the data-parallel indices whose micro-batch gave other gradients in some computation, ascending.
+
+    A micro-batch is computed several times, by one rank or by several; their digests are compared.
+    """
     disputes = set()
     for results in _results(ranks).values():
         for data, digests in results.items():

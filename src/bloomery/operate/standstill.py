@@ -192,7 +192,7 @@ def allowed_stillness_s(
 
 
 def peers_awaited_s(observations: Mapping[int, RankObservation], *, now: float) -> float:
-    """Return for how many seconds all ranks have waited for other peers, where that is unusual; else 0.0.
+    """Return the seconds that all ranks have waited for other peers, if that is longer than usual; else 0.0.
 
     A wait is longer than usual after TIMES_LONGEST times the longest measured one, and AWAITED_S at least.
     """

@@ -207,7 +207,7 @@ class _BatchPass:
     """One pass over a batch: what is kept between a forward and its backward.
 
     inputs: the received hidden states, whose gradients are sent back.
-    roots: what each forward made, where its backward begins.
+    roots: the output of each forward, from which its backward begins: hidden states, or the loss.
     weight_backwards: the backwards by weights that a schedule has put off.
     """
 

@@ -129,7 +129,10 @@ class ScaledWeights:
                 kept.scales.copy_(new.scales)
 
     def _maxima(self, layers: Sequence[Linear]) -> list[tuple[Tensor, Tensor]]:
-        """Return the largest magnitudes of the blocks of each whole weight, by rows and by columns."""
+        """Return, for each weight, the largest magnitude of each block: first of rows, then of columns.
+
+        Blocks are those of the whole weight, also where tensor-parallel ranks hold parts of one.
+        """
         maxima = [self._largest(layer.weight, self._scaling) for layer in layers]
         if self._scaling != "row" or self._tensor.degree == 1 or not maxima:  # the same on all ranks here
             return maxima
